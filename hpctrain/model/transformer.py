@@ -107,14 +107,14 @@ class LayerModule:
         self, weights: list[Weight], biases: list[Weight], input_axis: Axis, output_axis: Axis, parts=1
     ) -> Linear:
         """Make a linear layer between what x cuts and what y cuts, where hidden states may be cut by positions."""
-        cuts_positions, y = self.axes.sequence_parallel, self.axes.y
+        cuts_sequence, y = self.axes.sequence_parallel, self.axes.y
         return Linear(
             weights,
             biases,
             input_axis,
             output_axis,
-            gathers=cuts_positions and output_axis is y,
-            scatters=cuts_positions and input_axis is y,
+            gathers=cuts_sequence and output_axis is y,
+            scatters=cuts_sequence and input_axis is y,
             parts=parts,
             keeps_whole=self._recompute == "full",  # the backward pass follows at once, so that it is kept for a moment
         )

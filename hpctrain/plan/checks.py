@@ -32,7 +32,7 @@ def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
     """Refuse a tensor grid that cannot cut the positions of a row. Raises PlanError with the numbers."""
     if grid.sequence_parallel and grid.y == 1:
         raise PlanError(f"{where}: sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y")
-    c, y, shares = grid.context_parts, grid.position_parts, grid.position_shares
+    c, y, shares = grid.context_parts, grid.sequence_parts, grid.position_shares
     if grid.exchanges_heads and c == 1:
         raise PlanError(
             f"{where}: exchange_heads is of ranks that cut positions, and tensor c = 1; remove it, or raise c"

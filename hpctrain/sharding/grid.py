@@ -14,30 +14,30 @@ from typing import Literal, NamedTuple
 class GridAxis(NamedTuple):
     """An entry of `AXES`: what an axis of the tensor grid cuts, and which keys are about its communication."""
 
-    cuts: Literal["features", "outputs", "rows", "positions"]
+    cuts: Literal["features", "outputs", "rows", "context"]
     """What the axis cuts among its ranks: hidden features (inputs of products), outputs of products, rows, or the
-    positions of each row."""
+    context: the positions of each row, in all that ranks compute."""
     overlap: Literal["tensor", "z"]
     """The switch of a job's [overlap] for its collectives."""
     stores: bool = False
     """Whether its ranks use the same weights, and each stores a part of them. Other axes cut products."""
-    cuts_positions: bool = False
+    cuts_sequence: bool = False
     """Whether its ranks cut hidden states by positions in a grid that is sequence parallel."""
 
 
 AXES: dict[str, GridAxis] = {
     "x": GridAxis("features", overlap="tensor"),
-    "y": GridAxis("outputs", overlap="tensor", cuts_positions=True),
+    "y": GridAxis("outputs", overlap="tensor", cuts_sequence=True),
     "z": GridAxis("rows", overlap="z", stores=True),
-    "c": GridAxis("positions", overlap="tensor", stores=True),
+    "c": GridAxis("context", overlap="tensor", stores=True),
 }
 """Axes by name, in the order of the fields of `TensorGrid` and `Coordinate`."""
 STORING = tuple(name for name, axis in AXES.items() if axis.stores)
 CUTTING_PRODUCTS = tuple(name for name in AXES if name not in STORING)
 CUTTING_ROWS = tuple(name for name, axis in AXES.items() if axis.cuts == "rows")
-CUTTING_CONTEXT = tuple(name for name, axis in AXES.items() if axis.cuts == "positions")
+CUTTING_CONTEXT = tuple(name for name, axis in AXES.items() if axis.cuts == "context")
 CUTTING_FEATURES = tuple(name for name, axis in AXES.items() if axis.cuts == "features")
-CUTTING_POSITIONS = tuple(name for name, axis in AXES.items() if axis.cuts_positions)
+CUTTING_SEQUENCE = tuple(name for name, axis in AXES.items() if axis.cuts_sequence)
 CONTEXT = "c"
 """The name of the group of ranks that cut the positions of a row."""
 STORED = "z"
@@ -133,20 +133,20 @@ class TensorGrid(NamedTuple):
         return self.context_parts if self.exchanges_heads else 1
 
     @property
-    def position_parts(self) -> int:
-        """Number of parts into which `position_axes` cut the positions that a rank computes."""
-        return self.num_parts(self.position_axes)
+    def sequence_parts(self) -> int:
+        """Number of parts into which `sequence_axes` cut the positions of a hidden state that a rank has."""
+        return self.num_parts(self.sequence_axes)
 
     @property
     def copies(self) -> int:
         """Number of ranks that have the same part of a hidden state."""
-        parts = self.row_parts * self.context_parts * self.position_parts * self.num_parts(CUTTING_FEATURES)
+        parts = self.row_parts * self.context_parts * self.sequence_parts * self.num_parts(CUTTING_FEATURES)
         return self.size // parts
 
     @property
-    def position_axes(self) -> tuple[str, ...]:
+    def sequence_axes(self) -> tuple[str, ...]:
         """The axes that cut hidden states by positions outside of attention and feed-forward parts alone."""
-        return CUTTING_POSITIONS if self.sequence_parallel else ()
+        return CUTTING_SEQUENCE if self.sequence_parallel else ()
 
     def coordinate(self, index: int) -> Coordinate:
         """Return the coordinate of a place in `RANK_ORDER`."""

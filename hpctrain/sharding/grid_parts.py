@@ -43,7 +43,7 @@ class GridPart(NamedTuple):
 
     def positions(self, num_positions: int) -> tuple[Interval, ...]:
         """Return the positions of each of its rows of which it has hidden states, in their order in memory."""
-        index, parts = self.grid.combined(self.coordinate, self.grid.position_axes)
+        index, parts = self.grid.combined(self.coordinate, self.grid.sequence_axes)
         context = self.context(num_positions)
         return section(context, cut_evenly(sum(each.size for each in context), parts)[index])
 
@@ -107,7 +107,7 @@ class GridPart(NamedTuple):
         these by positions, each of its ranks has the gradient of its positions alone. What some of them lack has no
         copies. Ranks that store parts of the same weights sum when they scatter gradients.
         """
-        axes = (axis for axis in self.grid.position_axes if axis not in (*parameter.split, *STORING))
+        axes = (axis for axis in self.grid.sequence_axes if axis not in (*parameter.split, *STORING))
         return tuple(axis for axis in axes if all(part.box(parameter) for part in self._along((axis,))))
 
     @property

@@ -33,7 +33,7 @@ def _(setup: SoftwareSetup, grid: TensorGrid, experts: Experts, rows: int, regat
     if parts * cut == 1:
         return experts_branch.dispatch(Setup)(setup, grid, experts, rows, regathers)
     branch = branch_cost(setup, grid, experts, rows, (0, 0), regathers)
-    tokens, hidden, b = rows * setup.positions // setup.position_parts(grid), setup.model.hidden_size, setup.item_bytes
+    tokens, hidden, b = rows * setup.positions // setup.sequence_parts(grid), setup.model.hidden_size, setup.item_bytes
     router = linear(setup, tokens, hidden, experts.count, ("x", "y"), {"x": 1, "y": 1})
     own, inner, up = experts.count // parts, experts.inner // cut, experts.up_size // cut
     pairs = tokens * experts.chosen * cut

@@ -150,8 +150,8 @@ class SoftwareSetup(Setup):
     def context_sizes(self) -> list[int]:
         return []  # context parallelism is part of a run, by `context_shares`
 
-    def position_parts(self, grid: TensorGrid) -> int:
-        return grid.y if self.engine.sequence_parallel else grid.position_parts
+    def sequence_parts(self, grid: TensorGrid) -> int:
+        return grid.y if self.engine.sequence_parallel else grid.sequence_parts
 
     def blocking_share(self, rows: int, grid: TensorGrid) -> float:
         """Return it for messages that go through the stream that computes, but for what NCCL holds of them."""
@@ -262,7 +262,7 @@ def _(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute
     if isinstance(branch, Experts):
         return _experts_kept(setup, grid, branch, recompute, rows)
     software, b, positions = setup.engine, setup.item_bytes, setup.positions
-    hidden = positions * setup.model.hidden_size / grid.x / setup.position_parts(grid)
+    hidden = positions * setup.model.hidden_size / grid.x / setup.sequence_parts(grid)
     if not software.flash:
         return (2 * b + 1) * hidden + _inner_kept(setup, grid, branch, recompute)
     kept_by_ours = branch_kept.dispatch(Setup)
@@ -285,7 +285,7 @@ def _(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp, recompute
 def _experts_kept(setup: SoftwareSetup, grid: TensorGrid, experts: Experts, recompute: str, rows: int) -> float:
     """Return what ours keeps of a mixture of experts, and the inputs of their products, which ours gathers anew."""
     own = branch_kept.dispatch(Setup)(setup, grid, experts, recompute, rows)
-    pairs = setup.positions / setup.position_parts(grid) * experts.chosen
+    pairs = setup.positions / setup.sequence_parts(grid) * experts.chosen
     features = setup.model.hidden_size * setup.expert_cut + experts.inner * (recompute == "none")
     kept = setup.linear_dtype if setup.linear_dtype and setup.engine.keeps_fp8 else setup.dtype
     return own + pairs * features * ITEM_BYTES[kept]
@@ -296,7 +296,7 @@ def _fp8_kept(setup: SoftwareSetup, grid: TensorGrid, branch: Attention | Mlp) -
     and the inner features that go into the last product, which is less. Attention keeps its output beside that of the
     last product."""
     saved, positions = setup.item_bytes - ITEM_BYTES["fp8"], setup.positions
-    normed = -saved * positions * setup.model.hidden_size / grid.x / setup.position_parts(grid)
+    normed = -saved * positions * setup.model.hidden_size / grid.x / setup.sequence_parts(grid)
     if isinstance(branch, Mlp):
         return normed - saved * positions * branch.inner / grid.y
     return normed + ITEM_BYTES["fp8"] * positions * heads_on(branch, grid)[0]

@@ -19,17 +19,17 @@ from hpctrain.sharding.intervals import Interval
 
 class _Embed(Function):
     @staticmethod
-    def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis, cuts_positions: bool):
+    def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis, cuts_sequence: bool):
         local = ids - first_id
         absent = (local < 0) | (local >= table.data.shape[0])  # ids of other ranks: the first row stands in for them
         local = local.masked_fill(absent, 0)
         ctx.save_for_backward(local, absent)
-        ctx.table, ctx.y, ctx.cuts_positions = table, y, cuts_positions
+        ctx.table, ctx.y, ctx.cuts_sequence = table, y, cuts_sequence
         out = F.embedding(local, table.data)
         if y.size == 1:
             return out
         out.masked_fill_(absent.unsqueeze(-1), 0)
-        if not cuts_positions:
+        if not cuts_sequence:
             return y.all_reduce(out)
         own, scattering = start_scatter(out, y)
         scattering.wait()
@@ -37,7 +37,7 @@ class _Embed(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        whole = gathered(dy, ctx.y) if ctx.cuts_positions else dy
+        whole = gathered(dy, ctx.y) if ctx.cuts_sequence else dy
         ctx.table.accumulate(add_rows, whole, *ctx.saved_tensors)
         return None, None, None, None, None, None
 
@@ -51,14 +51,14 @@ def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: 
 
 
 def embed(
-    anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int, y: Axis, cuts_positions: bool = False
+    anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int, y: Axis, cuts_sequence: bool = False
 ) -> torch.Tensor:
     """Look up ids in a table cut by y over ids and by x over features.
 
-    The result is the same on all y, or this y's positions of it where it `cuts_positions`. `anchor` is any tensor that
+    The result is the same on all y, or this y's positions of it where it `cuts_sequence`. `anchor` is any tensor that
     requires a gradient: it makes autograd call the backward pass. All ranks of `y` must call.
     """
-    return _Embed.apply(anchor, ids, table, first_id, y, cuts_positions)
+    return _Embed.apply(anchor, ids, table, first_id, y, cuts_sequence)
 
 
 class _AddPositions(Function):

@@ -96,7 +96,7 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
         if setup.model.description.logit_cap is not None:
             loss_bytes = setup.engine.capped_loss_bytes or loss_bytes
         overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
-        hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
+        hidden = setup.positions * setup.model.hidden_size / grid.x / grid.sequence_parts * setup.item_bytes
         overlapped = max(
             (3 if setup.item_bytes > HALF_BYTES else 9) * hidden - whole * setup.kept_logit_bytes, overlapped
         )
@@ -261,7 +261,7 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
     model, b = setup.model, setup.item_bytes
-    cut = setup.position_parts(grid)
+    cut = setup.sequence_parts(grid)
     hidden = setup.positions * model.hidden_size / grid.x
     if layer == EMBEDDING:
         own = INDEX_BYTES if recompute == "full" else 2 * INDEX_BYTES + 1  # ids, and where they are
@@ -271,11 +271,11 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, 
     if layer == setup.head:
         logits, _ = _logits(setup, grid, rows)
         return (
-            hidden * 2 * b / grid.position_parts
+            hidden * 2 * b / grid.sequence_parts
             + logits * setup.kept_logit_bytes
             + setup.positions * INDEX_BYTES  # targets
             + setup.positions * STATISTIC_BYTES * (logits > 0)  # logarithms of sums, which are of kept logits
-            + _norm_statistics(setup, model.description.norm) / grid.position_parts
+            + _norm_statistics(setup, model.description.norm) / grid.sequence_parts
         )
     return sum(branch_kept(setup, grid, branch, recompute, rows) for branch in setup.branches(layer) if branch)
 
@@ -297,11 +297,11 @@ def branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompu
     drops, b = recompute == "selective", setup.item_bytes
     hidden = setup.positions * setup.model.hidden_size / grid.x
     norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
-    kept = b * (1 + len(norms) - drops) * hidden / setup.position_parts(grid)
-    kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
+    kept = b * (1 + len(norms) - drops) * hidden / setup.sequence_parts(grid)
+    kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.sequence_parts
     if isinstance(branch, Experts):
-        kept += setup.positions / grid.position_parts * (branch.count + 3 * branch.chosen) * STATISTIC_BYTES
-        kept += setup.positions / grid.position_parts * branch.chosen * INDEX_BYTES
+        kept += setup.positions / grid.sequence_parts * (branch.count + 3 * branch.chosen) * STATISTIC_BYTES
+        kept += setup.positions / grid.sequence_parts * branch.chosen * INDEX_BYTES
         kept += _pairs(setup, grid, branch) * (branch.up_size * b + INDEX_BYTES)
         return kept + b * setup.positions * branch.shared_inner / grid.y * (3 - drops)
     if isinstance(branch, Mlp):

@@ -221,7 +221,7 @@ class _Messages:
 
     def _position_parts(self, tile: Tile) -> int:
         # What y cuts without the grid saying so is sent so, and not gathered.
-        return self._setup.position_parts(tile.tensor) // tile.tensor.position_parts
+        return self._setup.sequence_parts(tile.tensor) // tile.tensor.sequence_parts
 
     def _near(self, tile: Tile) -> Callable[[int, int], bool]:
         gathers_parts = self._setup.engine.gathers_parts and self._position_parts(tile) == 1

@@ -103,7 +103,7 @@ def _has_different_dtypes(setup: Setup, plan: Plan, group: ShardGroup) -> bool:
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
     """Return the bytes of what a rank of a grid sends, or receives, of `rows` rows of its own."""
     positions = setup.on(grid).positions
-    return rows * positions * setup.model.hidden_size // grid.x // grid.position_parts * setup.item_bytes
+    return rows * positions * setup.model.hidden_size // grid.x // grid.sequence_parts * setup.item_bytes
 
 
 def largest_message_bytes(setup: Setup, tile: Tile) -> int:

@@ -129,7 +129,7 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
 
 def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
     features = setup.model.hidden_size // grid.x
-    tokens = -(-tokens // setup.position_parts(grid))
+    tokens = -(-tokens // setup.sequence_parts(grid))
     statistics = 2 if norm.has_bias else 1
     passes = setup.passes.norm
     forward, backward = (PassWork(passed_bytes=tokens * features * each) for each in passes)
@@ -320,7 +320,7 @@ def experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, 
     tokens, hidden, passes = rows * setup.positions, setup.model.hidden_size, setup.passes
     of_shared = experts.shared_inner // grid.y
     branch = branch_cost(setup, grid, experts, rows, (2 * of_shared, of_shared), regathers)
-    router = linear(setup, -(-tokens // grid.position_parts), hidden, experts.count, ("x", "y"), {"x": 1, "y": 1})
+    router = linear(setup, -(-tokens // grid.sequence_parts), hidden, experts.count, ("x", "y"), {"x": 1, "y": 1})
     own = experts.count // grid.y
     pairs = tokens * experts.chosen * busiest_share(experts, grid.y, setup.expert_spread)
     load, up, inner = math.ceil(pairs / own), experts.up_size, experts.inner
@@ -359,7 +359,7 @@ def experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, 
         backward.exchanges.append(Exchange("y", "all_reduce", summed))
     if setup.balances_rows:
         load = 4 * rows * experts.count
-        forward.exchanges += [Exchange(axis, "all_reduce", load) for axis in (CONTEXT, *grid.position_axes)]
+        forward.exchanges += [Exchange(axis, "all_reduce", load) for axis in (CONTEXT, *grid.sequence_axes)]
     branch.parts[1:1] = [router.forward, forward]
     return branch._replace(
         backward_input=PassWork.joined((branch.backward_input, router.backward_input, backward)),
@@ -381,7 +381,7 @@ def computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: Attentio
     operations = setup.engine.again_operations
     if operations is None:
         return PassWork()
-    tokens = -(-tokens // setup.position_parts(grid))
+    tokens = -(-tokens // setup.sequence_parts(grid))
     normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
     return PassWork(passed_bytes=normed + passed, operations=operations[isinstance(branch, Mlp)])
 
@@ -403,7 +403,7 @@ def branch_cost(
     else:
         first = linear(setup, tokens, hidden, out, ("x", "y"), sizes, setup.block_parts)
         second = linear(setup, tokens, into, hidden, ("y", "x"), sizes, setup.block_parts)
-    residual = tokens * hidden / setup.position_parts(grid)
+    residual = tokens * hidden / setup.sequence_parts(grid)
     ends = [PassWork(passed_bytes=residual * each / 2) for each in passes.residual]  # half of a block's
     if not out:  # a mixture of experts alone
         first = second = LayerCost(PassWork(), PassWork(), PassWork())

@@ -146,7 +146,7 @@ def gathers_while_summing(grids: Iterable[TensorGrid]) -> bool:
 
     Cut positions are gathered while outputs are summed over x. On devices the two may wait for each other.
     """
-    return any(grid.x > 1 and grid.position_parts > 1 for grid in grids)
+    return any(grid.x > 1 and grid.sequence_parts > 1 for grid in grids)
 
 
 def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:

@@ -335,9 +335,9 @@ class Setup:
         is_even = self.positions % 2 == 0  # c cuts a row into 2 * c equal intervals
         return [c for c in divisors(self.positions // 2) if is_even and 1 < c <= self.positions // LEAST_CONTEXT]
 
-    def position_parts(self, grid: TensorGrid) -> int:
+    def sequence_parts(self, grid: TensorGrid) -> int:
         """Return the number of parts into which y cuts the positions of hidden states."""
-        return grid.position_parts
+        return grid.sequence_parts
 
     @property
     def overlaps_weights(self) -> bool:

@@ -400,7 +400,7 @@ class Scorer:
         """Return the seconds of messages from some slots to others."""
         network, setup = self.costs.network, self.costs.setup
         # Positions that the senders cut are not gathered: each receiver is sent its own copy (`plan/transfers.py`).
-        copies = other.grid.copies if use.grid.position_parts * use.grid.context_parts > 1 else 1
+        copies = other.grid.copies if use.grid.sequence_parts * use.grid.context_parts > 1 else 1
         num_bytes = copies * rows * setup.positions * self._model.hidden_size * setup.item_bytes
         sent, received = (num_bytes / (each.replicas * each.grid.size) for each in (use, other))
         senders, receivers = (tuple(itertools.chain(*dict.fromkeys(ranks))) for ranks in zip(*slots, strict=True))

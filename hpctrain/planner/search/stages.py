@@ -292,8 +292,8 @@ class StageCosts:
             except PlanError:
                 continue
             cut = grid._replace(sequence_parallel=True)
-            is_finer = self.setup.position_parts(cut) > self.setup.position_parts(grid)
-            if not is_finer or self.setup.positions % (cut.context_parts * cut.position_parts):
+            is_finer = self.setup.sequence_parts(cut) > self.setup.sequence_parts(grid)
+            if not is_finer or self.setup.positions % (cut.context_parts * cut.sequence_parts):
                 result.append(grid)
                 continue
             result += [cut] if is_faster(cut, grid) else [grid, cut]

@@ -53,7 +53,7 @@ def test_an_auxiliary_loss_sums_the_load_of_rows_whose_positions_are_cut(grid):
     plain, more = (layer_cost(setup, grid, SPARSE, 3) for setup in (SETUP, replace(SETUP, balances_rows=True)))
     added = [each for each in more.forward.exchanges if each not in plain.forward.exchanges]
     sums = [(each.axis, each.operation, each.num_bytes) for each in added if getattr(grid, each.axis) > 1]
-    assert sums == [(axis, "all_reduce", 3 * 8 * 4) for axis in "cy"[: 0 if grid.c == 1 else grid.position_parts]]
+    assert sums == [(axis, "all_reduce", 3 * 8 * 4) for axis in "cy"[: 0 if grid.c == 1 else grid.sequence_parts]]
 
 
 def wide(**more) -> Setup:
