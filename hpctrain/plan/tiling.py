@@ -84,11 +84,11 @@ class Tile:
 
     @property
     def work(self) -> tuple:
-        """All but its ranks, and which rows it has: tiles with equal work are equal in it."""
-        return self.rows.size, *_options(self)
+        """What it computes, without its ranks and the place of its rows: tiles with equal work are equal in it."""
+        return self.rows.size, *_all_but_place(self)
 
 
-_options = attrgetter(*(field.name for field in fields(Tile) if field.name not in ("ranks", "rows")))
+_all_but_place = attrgetter(*(field.name for field in fields(Tile) if field.name not in ("ranks", "rows")))
 
 
 @dataclass(frozen=True)

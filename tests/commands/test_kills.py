@@ -89,6 +89,5 @@ def test_the_script_of_mpirun_starts_killed_ranks_again_from_memory(tmp_path):
     assert killed.origins == ["memory"] * 3, output
     assert killed.losses == whole.losses
     for parts, stall in zip(killed.parts, killed.stall_seconds, strict=True):
-        assert min(parts.values()) > -0.1 and sum(parts.values()) < stall + 0.1, (parts, stall)
-        assert parts["started"] > 0.5 and sum(parts.values()) > stall / 2, (parts, stall)
+        assert parts["started"] > 0 and stall / 2 < sum(parts.values()) < 1.1 * stall, (parts, stall)
     assert not list(SHARED_MEMORY.glob((tmp_path / "killed" / "run" / "copies").read_text().strip()))

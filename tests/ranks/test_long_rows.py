@@ -306,7 +306,8 @@ def test_heads_that_are_gathered_in_parts_change_no_bit(world, tokens, recompute
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, dtype):
     of_four = "replicas that share weights" if dtype == "fp32" else "unequal, from one cut to another"
     name = {2: "heads" if dtype == "fp32" else "unequal", 4: of_four}[world.size]
-    job, plan = job_of(tokens, "gpt2"), plan_of(name, world.size)
+    # In windows ranks of unequal positions send each other what they see.
+    job, plan = job_of(tokens, "gpt2" if dtype == "fp32" else "mistral"), plan_of(name, world.size)
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
     whole_if_resumed_exactly(world, job, plan, folder)
 

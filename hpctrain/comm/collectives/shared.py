@@ -30,7 +30,7 @@ NUM_CHUNKS = 1, 2
 """Indices of the counters that say how many chunks a rank sends, for each slot that the first one may go through."""
 # A large allocation in shared memory must leave this share of the free bytes to others.
 SHARE_LEFT_FREE = 0.5
-# Below this size each rank reduces the whole tensor: one announcement instead of two.
+# Below this size each rank reduces the whole tensor, which takes one announcement less.
 SMALL_BYTES = 8 * 1024
 # Number of cached views of slots: making one takes longer than copying a small message.
 KEPT_VIEWS = 1024
@@ -85,7 +85,7 @@ class SharedCollectives(Collectives):
         """Return which of a rank's two slots is next; all ranks alternate between the same ones.
 
         Two suffice. The third chunk goes into the slot of the first. By then all ranks have announced the second chunk,
-        and so have read the first.
+        and so have read the first; but for the sums of an all-reduce, which lie in own cuts (`_put`).
         """
         self._slot ^= 1
         return self._slot
@@ -129,7 +129,8 @@ class SharedCollectives(Collectives):
     def _put(self, chunk: torch.Tensor, own: slice) -> list[torch.Tensor]:
         """Copy all of a chunk but this rank's own cut into the next slot. Return the slots of all ranks.
 
-        All ranks have read what was there, except a result in the own cut: somebody may still read it.
+        All ranks have read what was there, except a sum in the own cut: somebody may still read it. So all chunks of a
+        tensor have the same cuts.
         """
         slot = self._next_slot()
         slots = [self._view(rank, slot, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]

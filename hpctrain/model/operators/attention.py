@@ -200,13 +200,15 @@ def attend_at(
     """
     mixed, before = [], 0
     for interval in positions:
+        # Where an interval's first document begins, a batch says: FlexAttention would be compiled for each.
+        own_backend = "torch" if backend == "flex" and interval.start else backend
         own = slice(before, before + interval.size)
         before = own.stop
         seen = intersections(key_positions, seen_by([interval], attention.window))[-1]
         inside = documents and documents.of(slice(*interval), seen.start)
         first, at = interval.start - seen.start, slice(*place_in(key_positions, seen))
         mixed.append(
-            attend(queries[:, :, own], keys[:, :, at], values[:, :, at], attention, first, inside, backend=backend)
+            attend(queries[:, :, own], keys[:, :, at], values[:, :, at], attention, first, inside, backend=own_backend)
         )
     if len(mixed) == 1:
         return mixed[0]

@@ -1,11 +1,11 @@
-"""Attention over rows whose positions c cuts: keys and values of all positions are gathered, or heads are exchanged
-for positions.
+"""Attention over rows whose positions c cuts: keys and values are gathered, or sent to those that see them, or heads
+are exchanged for positions.
 
-| way                 | a rank attends with                       | c moves                        |
-|---------------------|-------------------------------------------|--------------------------------|
-| gathered            | its queries, keys and values of all ranks | keys and values, to every rank |
+| way                 | a rank attends with                       | c moves                          |
+|---------------------|-------------------------------------------|----------------------------------|
+| gathered            | its queries, keys and values of all ranks | keys and values, to every rank   |
 | sent                | its queries, keys and values that it sees | those to the ranks that see them |
-| exchanged (Ulysses) | all positions of a c-th of the heads      | each head once, and the result |
+| exchanged (Ulysses) | all positions of a c-th of the heads      | each head once, and the result   |
 
 Ulysses is of Jacobs et al. 2023.
 
@@ -124,17 +124,18 @@ class _Gathering:
         return self.finish()
 
     def start_back(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Start to sum the gradients of this rank's keys and values; return a tensor for the sum."""
+        """Start to sum the gradients of this rank's keys and values; return a tensor with the shape of the sum."""
         own_positions, seen, received, sent = self._moves
         leaving = _ByRank.by_positions(gradient, received).filled(received, gradient, seen)
         kinds, rows, _, *heads = gradient.shape
-        own = gradient.new_empty(kinds, rows, _size(own_positions), *heads)
+        shape = (kinds, rows, _size(own_positions), *heads)
         if sent is None:
+            own = gradient.new_empty(shape)
             self._work = self._c.start_reduce_scatter(leaving.flat, own, leaving.cuts)
-        else:
-            self._arriving = _ByRank.by_positions(gradient, sent)
-            self._exchange(leaving, self._arriving)
-        return own
+            return own
+        self._arriving = _ByRank.by_positions(gradient, sent)
+        self._exchange(leaving, self._arriving)
+        return gradient.new_empty(()).expand(shape)  # it is made when all has arrived
 
     def finish_back(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum."""
@@ -142,7 +143,7 @@ class _Gathering:
             self._work.wait()
             return own
         arriving, _ = self._arrived()
-        total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+        total = own.new_zeros(own.shape, dtype=torch.promote_types(own.dtype, torch.float32))
         for of_rank, place in arriving.intervals(self._moves.sent, self._moves.own):
             total[:, :, place] += of_rank
         return total.to(own.dtype)
