@@ -31,11 +31,12 @@ def _table(plan: Plan) -> list[str]:
         key = tile.work, tuple(_options(plan, tile))
         groups.setdefault(key, []).append((number, tile))
     cells = [("items", "tiles", "rows each", "family", "grid", "ranks", "options")]
-    for (work, options), members in groups.items():
+    for (_, options), members in groups.items():
+        tile = members[0][1]
         ranks = _brief(tuple(rank for _, tile in members for rank in tile.ranks))
         numbers = _brief(tuple(number for number, _ in members))
-        items, rows = f"[{work.items.start}, {work.items.stop}]", str(work.rows.size)
-        cells.append((items, numbers, rows, work.family, str(work.tensor), ranks, ", ".join(options)))
+        items, rows = f"[{tile.items.start}, {tile.items.stop}]", str(tile.rows.size)
+        cells.append((items, numbers, rows, tile.family, str(tile.tensor), ranks, ", ".join(options)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 

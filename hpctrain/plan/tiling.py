@@ -84,7 +84,7 @@ class Tile:
 
     @property
     def work(self) -> tuple:
-        """What it computes, without its ranks and the place of its rows: tiles with equal work are equal in it."""
+        """The work of the tile: all but its ranks and the place of its rows. Tiles with equal work are equal in it."""
         return self.rows.size, *_all_but_place(self)
 
 

@@ -88,7 +88,7 @@ def test_a_rank_whose_host_has_a_device_does_not_compute_without_it(started, fol
     train = "train", "job.toml", "--run", "unseen", "--sample", "0"
     case = {"devices": 1, "hosts": 0, "cwd": folder, "fault": UNSEEN, "HPCTRAIN_FAMILY": "h100"}
     done = started(*train, code=TopologyError.exit_code, **case)
-    assert "on 1 h100 (cpu) ranks" in done.err
+    assert "on 1 h100 (cpu) rank," in done.err
     assert "has /dev/null of NVIDIA's driver, but torch" in done.err and "or set HPCTRAIN_DEVICE=cpu" in done.err
     examined = started("doctor", code=TopologyError.exit_code, **case)
     assert "/dev/null of NVIDIA: ranks compute on processors, since torch sees no device" in examined.out

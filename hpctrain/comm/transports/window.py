@@ -44,6 +44,7 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
 
         def make_own() -> str:
             descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=SHARED_MEMORY)
+            names.callback(os.close, descriptor)  # open until others have it: what nobody has open is taken for litter
             names.callback(os.unlink, path)
             try:
                 if num_bytes:
@@ -54,8 +55,6 @@ def share_files(members: Members, num_bytes: int, open_file: Callable[[str, int]
                 raise NoRoomError(
                     f"{num_bytes / 1e6:,.1f} MB are needed, and {free_bytes() / 1e6:,.1f} MB are free; {MORE_MEMORY}"
                 ) from None
-            finally:
-                os.close(descriptor)
             return path
 
         try:
