@@ -10,6 +10,7 @@ from typing import Any
 
 from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.clusters.cluster import Cluster, LinkClass
+from hpctrain.config.clusters.cluster_defaults import fill
 from hpctrain.config.clusters.cluster_file import ClusterFile, parse_cluster_file
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, lookup_accelerator
 from hpctrain.config.clusters.figures import Figures
@@ -45,8 +46,9 @@ class ClusterChanges:
         `overrides` are `key=value` of the cluster file, where `nics.FABRIC.key` is meant on every node.
         """
         tree = deepcopy(self._tree)
-        for key, text in overrides_of(overrides):
-            _set(tree, key, text)
+        # Links come last: how many of them there are depends on the models, which may be set too.
+        for key, value in sorted(overrides_of(overrides), key=lambda override: _is_link(override[0])):
+            _set(tree, key, value)
         if overrides and tree.get("links"):
             _scale_links(
                 tree, self.changed().cluster, self._built(tree, [f"--set {each}" for each in overrides]).cluster
@@ -100,8 +102,15 @@ def overrides_of(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
     return result
 
 
+def _is_link(key: Sequence[str]) -> bool:
+    return len(key) == 3 and (key[0], key[2]) == ("nodes", "link_bytes_per_second")
+
+
 def _set(tree: dict, key: list[str], value: Any) -> None:
-    """Set a key of the file, or of all NICs on a fabric. Raises TopologyError where its table is not there."""
+    """Set a key of the file, or of all NICs on a fabric. Raises TopologyError where its table is not there.
+
+    Links that the catalogue fills in get another bandwidth, and stay as many.
+    """
     text = f"--set {'.'.join(key)}"
     names = *as_table(tree.get("families")), *as_table(tree.get("fabrics"))
     for name in sorted(names, key=len, reverse=True):
@@ -129,6 +138,8 @@ def _set(tree: dict, key: list[str], value: Any) -> None:
             tables = [known[name]]
         if not isinstance(tables[0], dict):
             raise TopologyError(f"{text}: '{'.'.join(key[:-1])}' is a list; say which table, such as {key[0]}.0")
+    if _is_link(key) and dict(tables_of(fill(tree).tree, "nodes"))[".".join(key[:-1])].get("fully_connected"):
+        tables[0]["fully_connected"] = True
     for table in tables:
         table[key[-1]] = value
         if key[-1].endswith(Figures.UNITS) and ("origin" in table or "origins" in table):  # typed, so not measured

@@ -56,6 +56,23 @@ def test_a_key_of_all_nics_and_any_other_key_can_be_set(changes):
     assert changes.changed().cluster.nodes[0].nics[0].count == 2, "each change begins with the file"
 
 
+@pytest.mark.parametrize(
+    ("more", "result"),
+    [
+        ([], True),
+        (["families.a100.model=H100"], False),
+        (["nodes.0.fully_connected=false"], False),
+        (["families.v100.model=MI300X"], True),
+    ],
+)
+def test_links_that_get_another_bandwidth_stay_as_many(tmp_path, more, result):
+    (tmp_path / "c.toml").write_text(TEXT.replace("A100-80", "MI300X"))
+    overrides = ["nodes.0.link_bytes_per_second=9e10", "nodes.1.link_bytes_per_second=9e10", *more]
+    nodes = ClusterChanges(tmp_path / "c.toml").changed(overrides=overrides).cluster.nodes
+    assert [each.link_bytes_per_second for each in nodes] == [9e10, 9e10]
+    assert [each.fully_connected for each in nodes] == [result, "v100" in "".join(more)]
+
+
 def test_a_figure_that_is_set_is_measured_no_longer(tmp_path):
     (tmp_path / "c.toml").write_text(TEXT.replace('network = "HDR"', 'network = "HDR"\norigin = "measured"'))
     fabric = (

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.config.clusters.changed_cluster import ClusterChanges
 from hpctrain.config.clusters.cluster import Cluster
+from hpctrain.config.job import Model
 from hpctrain.config.prices import FamilyPrice, PriceFile
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import Predictor
+from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.search.search import Limits, search
 from hpctrain.planner.search.space import Space
 from hpctrain.planner.what_if import RESTART_SECONDS, ComparedMachine, PossibleMachine, moved_plan, what_if
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
 from tests.unit.small_searches import cluster_of, setup_of
 
@@ -48,6 +54,19 @@ def test_more_of_anything_is_never_worse(tables, more, bandwidth, memory):
     )
     for less, greater in (rows_of(small, large), rows_of(large, small)[::-1]):
         assert greater.tokens_per_second >= less.tokens_per_second * (1 - 1e-3)
+
+
+def test_fully_connected_nodes_are_faster_with_links_twice_as_fast(tmp_path):
+    """The catalogue has them; a bandwidth that is set is that of each link, not of one in their place."""
+    (tmp_path / "c.toml").write_text('[families.mi300x]\nmodel = "MI300X"\n[[nodes]]\ndevices = {mi300x = 8}\n')
+    changes = ClusterChanges(tmp_path / "c.toml")
+    model = Model(architecture="llama", num_layers=2, hidden_size=4096, num_heads=32, vocab_size=1024)
+    setup = Setup(model, 4096, "bf16", HPCTRAIN)
+    plan = Plan((Tile(Interval(0, 6), Interval(0, 1), tuple(range(8)), TensorGrid(y=8)),), 4, 1)
+    clusters = changes.changed().cluster, changes.machines([], [], [])["in nodes: twice the GB/s"].cluster
+    machines = [PossibleMachine(f"machine {number}", cluster) for number, cluster in enumerate(clusters)]
+    now, twice = what_if(machines, lambda c, _: Predictor(setup, plan, c), lambda c, p: Predictor(setup, p, c))
+    assert twice.tokens_per_second > 1.02 * now.tokens_per_second
 
 
 def test_where_a_plan_is_known_only_what_may_be_faster_is_refined():
