@@ -6,9 +6,8 @@ src/graph/tuning.cc, `baseLat` and `hwLat`). Shares and starts are those of publ
 
 8 A100 by NVLink: all-reduce on the bus 48, 138, 191, 221, 232 GB/s of 1 MiB, 16 MiB, 64 MiB, 512 MiB, 4 GiB. 8 H100:
 67, 237, 362, 437, 477, as their switches sum (NVIDIA/dgxc-benchmarking, nccl/README.md); what is not summed 370 of 450
-(NVIDIA/nccl-tests, issue 212). 8 MI300X, each two by a link of
-their own: 65, 196, 272, 310, 315 (hisohara/ai-scripts, training/01_rccl-smoketest). PCIe 3 12 of 15.75 GB/s (NCCL
-src/graph/topo.h). Ports of RDMA 41.5 of 50 GB/s at 32 MiB
+(NVIDIA/nccl-tests, issue 212). 8 MI300X, each two by a link of their own: 65, 196, 272, 310, 315 (hisohara/ai-scripts,
+training/01_rccl-smoketest). PCIe 3 12 of 15.75 GB/s (NCCL src/graph/topo.h). Ports of RDMA 41.5 of 50 GB/s at 32 MiB
 (nccl-tests, issue 232), 600 of 800 Gb/s (nccl, issue 495). TCP at most 60 % of 32 Gb/s, 4 to 6 GB/s of 100 Gb/s (nccl,
 issues 209 and 450), nearly all of 10 Gb/s.
 """
@@ -46,7 +45,7 @@ class NcclWire(NamedTuple):
 
 # Start of what fills pipelines: 512 KiB in each of some 24 channels, at the A100's speed.
 NVLINK = NcclWire(0.80, (Protocol(7e-6, 0.6e-6, 0.25), Protocol(14e-6, 1.9e-6, 0.85), Protocol(110e-6, 3.4e-6, 1.0)))
-# Of a link after its protocol, by RCCL (hisohara/ai-scripts at 0780bb3, training/01_rccl-smoketest).
+# Of a link of Infinity Fabric after its protocol, by RCCL (hisohara/ai-scripts at 0780bb3, training/01_rccl-smoketest).
 XGMI = NcclWire(0.94, NVLINK.protocols)
 PCIE = NcclWire(0.75, (Protocol(7e-6, 1.0e-6, 0.25), Protocol(8e-6, 5.7e-6, 1.0)))
 RDMA = NcclWire(0.85, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
@@ -70,7 +69,7 @@ def targets(num_parts: int, copies: int) -> float:
 
 
 def wire_of(link: PairLink) -> NcclWire:
-    if link.between == "node" and link.fully_connected:
+    if link.is_infinity_fabric:
         return XGMI
     if link.between == "node":
         return NVLINK if link.bytes_per_second >= NVLINK_BYTES_PER_SECOND else PCIE

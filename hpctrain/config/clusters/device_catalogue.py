@@ -76,9 +76,11 @@ def _fp(fp32: float, fp16: float, bf16: float | None = None, tf32: float | None 
 # Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by both 4 and 8), and of 4 RTX-3090, show.
 _HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
 
-# What an MI300X's link of 64 GB/s carries of messages, in a direction: 48 are left after protocol and error correction
-# (ROCm/rccl, issue 1210). All seven of a device carry 316 GB/s of an all-reduce (hisohara/ai-scripts at 0780bb3).
-XGMI_BYTES_PER_SECOND = 48e9
+# What a link of Infinity Fabric has for messages, of its sheet: of an MI300X's 64 GB/s in a direction 48 are left after
+# protocol and error correction (ROCm/rccl, issue 1210). All seven of a device carry 316 GB/s of an all-reduce
+# (hisohara/ai-scripts at 0780bb3). Assumed to be the same for MI300A and MI355X.
+XGMI_SHARE = 0.75
+XGMI_SOURCE = "; a link without protocol and error correction"
 
 # Memory is what torch's messages of too little of it call the total capacity.
 GIB = 2.0**30
@@ -194,14 +196,14 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2",
         "AMD MI250X data sheet, half of it: each of its two dies is a device", 280),
     "MI300A": CatalogueEntry(
-        "rocm", 127.5 * GIB, 5.3e12, _fp(122.6e12, 980.6e12, 980.6e12, 490.3e12), 128e9, "cdna3",
-        "AMD MI300A data sheet; its memory is its host's too", 550, fully_connected=True),
+        "rocm", 127.5 * GIB, 5.3e12, _fp(122.6e12, 980.6e12, 980.6e12, 490.3e12), 128e9 * XGMI_SHARE, "cdna3",
+        "AMD MI300A data sheet; its memory is its host's too" + XGMI_SOURCE, 550, fully_connected=True),
     "MI325X": CatalogueEntry(
-        "rocm", 255.9 * GIB, 6.0e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), XGMI_BYTES_PER_SECOND, "cdna3",
-        "AMD MI325X data sheet; a link without protocol and error correction", 1000, fully_connected=True),
+        "rocm", 255.9 * GIB, 6.0e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9 * XGMI_SHARE, "cdna3",
+        "AMD MI325X data sheet" + XGMI_SOURCE, 1000, fully_connected=True),
     "MI355X": CatalogueEntry(
-        "rocm", 287.9 * GIB, 8.0e12, _fp(157.3e12, 2516e12, 2516e12), 76.8e9, "cdna4",
-        "AMD MI355X data sheet", 1400, fully_connected=True),
+        "rocm", 287.9 * GIB, 8.0e12, _fp(157.3e12, 2516e12, 2516e12), 76.8e9 * XGMI_SHARE, "cdna4",
+        "AMD MI355X data sheet" + XGMI_SOURCE, 1400, fully_connected=True),
     "Max-1550": CatalogueEntry(
         "xpu", 64.0 * GIB, 1.638e12, _fp(26e12, 419.5e12, 419.5e12, 209.7e12), 26.5e9, "xe-hpc",
         "Intel Data Center GPU Max 1550 product page, half of it: each of its two stacks is a device", 300),
@@ -214,8 +216,8 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         "Intel at Hot Chips 2024: 24 links of 200 Gb/s, three to each other card; for plans alone", 900,
         fully_connected=True),
     "MI300X": CatalogueEntry(
-        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), XGMI_BYTES_PER_SECOND, "cdna3",
-        "AMD MI300X data sheet; a link without protocol and error correction", 750, fully_connected=True),
+        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9 * XGMI_SHARE, "cdna3",
+        "AMD MI300X data sheet" + XGMI_SOURCE, 750, fully_connected=True),
     "910B": CatalogueEntry(
         "npu", 60.9 * GIB, 1.6e12, _fp(75e12, 313e12, 313e12), 28e9, "ascend",
         "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured",

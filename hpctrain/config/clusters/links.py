@@ -38,6 +38,8 @@ class PairLink(NamedTuple):
     """The sender's cost of each further message in flight: part of its latency."""
     fully_connected: bool = False
     """Whether its ends have such a link to each other device of their node too."""
+    is_infinity_fabric: bool = False
+    """Whether AMD's protocol is on it, of fully connected devices."""
 
     @property
     def message_bytes_per_second(self) -> float:
@@ -58,7 +60,7 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
     Between nodes it takes the pair of NICs with the most bandwidth; among equals, the least latency.
     """
     here, there = cluster.devices[source], cluster.devices[target]
-    nodes = cluster.nodes[here.table]
+    nodes, kinds = cluster.nodes[here.table], {cluster.families[each.family].kind for each in (here, there)}
     if source == target:
         copy = cluster.families[here.family].memory_bytes_per_second / 2
         return PairLink("device", None, 0.0, copy, math.inf)
@@ -66,7 +68,9 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
         is_measured = nodes.origin_of("link_bytes_per_second") == "measured"
         figures = nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf
-        result = PairLink("node", None, *figures, is_measured=is_measured, fully_connected=nodes.fully_connected)
+        result = PairLink("node", None, *figures, is_measured=is_measured)
+        if nodes.fully_connected:
+            result = result._replace(fully_connected=True, is_infinity_fabric=kinds == {"rocm"})
     else:
         result = _across_nodes(cluster, source, target)
     described = cluster.links_by_key.get((result.fabric, tuple(sorted((here.family, there.family)))))
@@ -77,8 +81,7 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
             times=described.times,
             is_measured=described.origin_of("bytes_per_second") == "measured",
         )
-    is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
-    overhead = HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS
+    overhead = HOST_OVERHEAD_SECONDS if "cpu" in kinds else DEVICE_OVERHEAD_SECONDS
     return result._replace(overhead_seconds=min(overhead, result.latency_seconds))
 
 
@@ -140,8 +143,11 @@ def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
     return seconds + (num_bytes - size) * slope
 
 
-def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
-    """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs."""
+def slowest_links(cluster: Cluster, of_groups: bool = False) -> dict[str, PairLink]:
+    """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs.
+
+    With `of_groups` all links of a device to the others of its node count as one, with the bandwidth of all.
+    """
     # Every class of pairs occurs among two devices of each family on two nodes of each table.
     nodes: dict[int, set[int]] = {}
     ranks: dict[tuple[int, str], list[int]] = {}
@@ -155,6 +161,9 @@ def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
     slowest: dict[str, tuple[float, PairLink]] = {}
     for source, target in itertools.permutations(representatives, 2):
         link = link_between(cluster, source, target)
+        if of_groups and link.fully_connected:
+            num_links = cluster.nodes[cluster.devices[source].table].num_devices - 1
+            link = link._replace(bytes_per_second=link.bytes_per_second * num_links, times=())
         where = "inside" if link.between == "node" else "across"
         timed = message_seconds(link, COMPARED_BYTES), link
         slowest[where] = max(slowest.get(where, timed), timed, key=lambda pair: pair[0])

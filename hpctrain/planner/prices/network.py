@@ -152,8 +152,9 @@ class ClusterNetwork:
 
     @cached_property
     def _is_even(self) -> bool:
-        """Say whether nodes' own links are no faster than those between nodes."""
-        speeds = {where: link.message_bytes_per_second for where, link in slowest_links(self.cluster).items()}
+        """Say whether nodes' own links, as groups use them, are no faster than those between nodes."""
+        links = slowest_links(self.cluster, of_groups=True)
+        speeds = {where: link.message_bytes_per_second for where, link in links.items()}
         return len(speeds) < 2 or speeds["inside"] <= speeds["across"]
 
     def is_near(self, one: int, other: int) -> bool:
@@ -196,12 +197,18 @@ class ClusterNetwork:
     def bytes_under_way(self, ranks: Sequence[int]) -> int:
         """Return the bytes that a rank of a group must have posted to each peer, for a full link.
 
-        Its peers share the link. Across domains it has about one peer in each of the others.
+        Its peers share the link, but inside of a fully connected node. Across domains it has about one peer in each of
+        the others.
         """
         shape = self._shape(tuple(ranks), None)
-        links = (self._numbered[number] for number in shape.links)
-        most = max(int(LATENCIES_IN_FLIGHT * link.latency_seconds * link.message_bytes_per_second) for link in links)
-        return min(most, MOST_UNDER_WAY_BYTES) // ((shape.num_domains or shape.size) - 1)
+        peers = (shape.num_domains or shape.size) - 1
+
+        def to_each(link: PairLink) -> int:
+            under_way = int(LATENCIES_IN_FLIGHT * link.latency_seconds * link.message_bytes_per_second)
+            return under_way if link.fully_connected and not shape.domains else under_way // peers
+
+        most = max(to_each(self._numbered[number]) for number in shape.links)
+        return min(most, MOST_UNDER_WAY_BYTES // peers)
 
     def _message_seconds(self, number: int, num_bytes: float, flows: float) -> float:
         link = self._numbered[number]

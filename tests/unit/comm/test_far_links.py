@@ -171,6 +171,16 @@ def test_all_peers_of_a_rank_share_what_its_link_has_under_way():
     assert by_hosts.bytes_under_way(range(8)) == alone // 3, "one peer on each other host"
 
 
+@pytest.mark.parametrize("latency", [1e-3, 0.5])
+def test_peers_with_links_of_their_own_share_nothing_but_the_memory(latency):
+    figures = {"link_latency_seconds": latency, "link_bytes_per_second": 1e9, "fully_connected": True}
+    text = clusters.family("a") + clusters.nodes({"a": 8}, None, **figures)
+    network = ClusterNetwork(parse_cluster(text, "a test"))
+    full = int(LATENCIES_IN_FLIGHT * latency * 1e9)
+    assert network.bytes_under_way((0, 1)) == min(full, MOST_UNDER_WAY_BYTES)
+    assert network.bytes_under_way(range(8)) == min(full, MOST_UNDER_WAY_BYTES // 7)
+
+
 def test_a_near_link_has_two_chunks_and_one_segment_in_flight():
     bytes_under_way = int(LATENCIES_IN_FLIGHT * 5e-6 * 25e9)
     pool = BufferPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))

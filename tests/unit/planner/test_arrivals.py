@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.config.clusters.cluster_file import parse_cluster
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.plan.transfers import RowShape, receives
+from hpctrain.plan.transfers import RowShape, gathers, receives
 from hpctrain.planner.prediction.arrivals import arrivals
 from hpctrain.planner.prediction.predictor import predict
 from hpctrain.planner.prices.network import ClusterNetwork
@@ -94,6 +95,23 @@ def test_messages_of_different_sizes_share_nics_about_as_by_a_fluid(data):
         expected = fluid(network, plan, forward)
         last, ours = max(expected.values()), max(seconds[pair].seconds for pair in expected)
         assert 0.8 * last < ours < 1.001 * last
+
+
+def test_nodes_are_as_fast_as_all_links_of_a_device():
+    """The short file of the pages: one link of an MI300X has 48 GB/s, and a NIC 50. Each rank receives a quarter."""
+    page = (Path(__file__).parents[3] / "docs/cluster-file.md").read_text()
+    text = page.partition("Save this as `site.toml`")[2].partition("```toml")[2].partition("```")[0]
+    network, row = ClusterNetwork(parse_cluster(text, "the page")), RowShape(SETUP.positions, MODEL.hidden_size)
+    ranks = (0, 1, 2, 3), (8, 9, 10, 11)
+    assert [network.is_near(*pair) for pair in ((0, 3), (8, 11), (0, 4), (0, 8), (8, 0))] == [True] * 2 + [False] * 3
+    for order in (ranks, ranks[::-1]):  # from H100 to MI300X, and the other way round
+        cuts = zip(cut_evenly(10, 2), order, strict=True)
+        plan = Plan(tuple(Tile(Interval(*cut), Interval(0, 1), each, TensorGrid(y=4)) for cut, each in cuts), 4, 1)
+        for tile, forward in ((plan.tiles[1], True), (plan.tiles[0], False)):
+            assert gathers(plan, tile, forward, network.is_near, row)
+            for rank in tile.ranks:
+                received = receives(plan, tile, rank, row, forward, network.is_near)
+                assert sum(each.num_elements for each in received) == SETUP.positions * MODEL.hidden_size / 4
 
 
 @pytest.mark.parametrize("order, num_messages", [((0, 1, 2, 3), 0), ((0, 2, 1, 3), 3)])

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hpctrain.config.clusters.cluster import Cluster, Fabric, Family, Nic, Nodes
-from hpctrain.config.clusters.device_catalogue import XGMI_BYTES_PER_SECOND
+from hpctrain.config.clusters.device_catalogue import ACCELERATORS
 from hpctrain.config.clusters.links import PairLink
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.software.nccl import NcclNetwork, collective_seconds, wire_of
@@ -13,7 +13,9 @@ from hpctrain.software.run import DescribedRun
 
 MIB = 1 << 20
 A100, H100 = (PairLink("node", None, 10e-6, speed, math.inf) for speed in (300e9, 450e9))
-MI300X = A100._replace(bytes_per_second=XGMI_BYTES_PER_SECOND, fully_connected=True)
+MI300X = A100._replace(
+    bytes_per_second=ACCELERATORS["MI300X"].link_bytes_per_second, fully_connected=True, is_infinity_fabric=True
+)
 
 
 def bus(link: PairLink) -> float:
@@ -115,6 +117,28 @@ def test_a_group_of_fully_connected_devices_has_a_link_for_each_pair():
         seconds = network.group_seconds("all_gather", 1e10, range(size))
         assert seconds == pytest.approx(moved / (links * 48e9 * 0.94), rel=0.02)
     assert network.seconds(0, 1, 1e10) == pytest.approx(1e10 / (48e9 * 0.94), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "sheet", "share"),
+    [
+        ("MI300A", 128e9, 0.75 * 0.94),
+        ("MI325X", 64e9, 0.75 * 0.94),
+        ("MI355X", 76.8e9, 0.75 * 0.94),
+        ("Gaudi-2", 37.5e9, 0.75),
+        ("Gaudi-3", 75e9, 0.80),
+        ("910B", 28e9, 0.75),
+    ],
+)
+def test_amds_protocol_is_deducted_from_all_of_its_links_and_from_no_others(model, sheet, share):
+    run = DescribedRun(
+        hidden=64, layers=2, heads=1, positions=8, tensor=8, pipeline=1, data=1, microbatch=1, global_batch=1,
+        accelerator=model,
+    )  # fmt: skip
+    assert run.cluster.nodes[0].fully_connected
+    network = NcclNetwork(run.cluster)
+    assert network.seconds(0, 1, 1e10) == pytest.approx(1e10 / (sheet * share), rel=0.01)
+    assert network.group_seconds("all_gather", 1e10, range(8)) == pytest.approx(1e10 / 8 / (sheet * share), rel=0.02)
 
 
 def test_a_group_on_several_nodes_is_one_ring_by_the_nics_of_all_its_ranks():
