@@ -5,7 +5,7 @@ continues from, and how long it takes.
     python -m benchmarks.kills --stalls --runs 5
 
 A run is killed some times, and then left alone. It has to end with the losses of a run that was not. With --stalls a
-rank of each run is killed once, by turns with copies in memory and without: the seconds of the stall by parts, those of
+rank of each run is killed once, in every second run with copies in memory: the seconds of the stall by parts, those of
 the start from its own events.
 """
 

@@ -1,4 +1,4 @@
-"""dots.llm1 (Huo et al. 2025): the form of Qwen 3, with the router of DeepSeek V3 and an expert of every token.
+"""dots.llm1 (Huo et al. 2025): the form of Qwen 3, with the router of DeepSeek V3 and a shared expert.
 
 Scores are sigmoids, experts are in groups, a bias of each balances the choice. The first layers are dense.
 """

@@ -66,7 +66,7 @@ class TensorPlace(NamedTuple):
     expert: int | None = None
     """The expert whose values they are, in a tensor of all of them."""
     alternates: bool = False
-    """Whether rows of gate and up follow each other there by turns; ours are all of gate, then all of up."""
+    """Whether rows of gate and up alternate there; ours are all of gate, then all of up."""
 
     def in_our_order(self, values: torch.Tensor) -> torch.Tensor:
         """Return the rows of the parameter of an expert's values there."""

@@ -44,17 +44,19 @@ class LiveMetrics:
         self._files, self._plan, self._writers = files, plan, writers
         self._watch = speeds or StragglerWatch(plan)
         self._figures: np.ndarray | None = None
-        self.experts: SavedExperts | None = None
-        """The load of experts in the last logged step, where there are any; written like the figures of all ranks."""
+        self._experts: SavedExperts | None = None
         self._step = self._count = 0
         self._written = time.monotonic()
 
-    def write_step(self, metrics: SavedMetrics, figures: np.ndarray) -> None:
-        """Write one step's metrics, whose figures of all ranks [ranks, figures] have come."""
+    def write_step(self, metrics: SavedMetrics, figures: np.ndarray, experts: SavedExperts | None = None) -> None:
+        """Write one step's metrics, whose figures of all ranks [ranks, figures] have come.
+
+        Keep these, and the load of `experts` in the same step, for the files of the last step.
+        """
         self._files.append(METRICS, metrics)
         for writer in self._writers:
             self._files.attempt(writer.path, partial(writer.write, metrics))
-        self._figures, self._step = figures, metrics["step"]
+        self._figures, self._experts, self._step = figures, experts, metrics["step"]
         self._count += 1
         if self._count == SAMPLED_STEP or time.monotonic() - self._written > RANKS_SECONDS:
             self._write_ranks()
@@ -159,5 +161,5 @@ class LiveMetrics:
         }
         self._written = time.monotonic()
         self._files.write(RANKS, SavedRanks(step=self._step, **columns))
-        if self.experts:
-            self._files.write(EXPERTS, self.experts)
+        if self._experts:
+            self._files.write(EXPERTS, self._experts)

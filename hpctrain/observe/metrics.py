@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.observe.folder.schema import SavedFigures, SavedMetrics, SavedSpread
+from hpctrain.observe.folder.schema import SavedExperts, SavedFigures, SavedMetrics, SavedSpread
 from hpctrain.observe.folder.spans import Observed
 from hpctrain.planner.prediction.simulate import EXPOSED
 
@@ -78,23 +78,26 @@ def add_shares(metrics: SavedMetrics, mfu_seconds: float | None, sum_of_families
 class RunMetrics:
     """Collects the figures of logged steps. All ranks make one and call the same."""
 
-    def __init__(self, observed: Observed, write: Callable[[SavedMetrics, np.ndarray], None]):
-        """`write` gets each complete line and the figures of all ranks, on rank 0."""
+    def __init__(self, observed: Observed, write: Callable[[SavedMetrics, np.ndarray, SavedExperts | None], None]):
+        """`write` gets each complete line, the figures of all ranks and the load of experts, on rank 0."""
         self._observed, self._write = observed, write
         world, plan = observed.world, observed.plan
         self._used = [rank for tile in plan.first_tiles for rank in tile.ranks]
         self._sharers = world.topology.ranks_on_host(world.rank) if observed.accelerator.shares_memory else 1
-        self._pending: deque[tuple[SavedMetrics, Operation]] = deque()
+        self._pending: deque[tuple[SavedMetrics, SavedExperts | None, Operation]] = deque()
         self.latest: SavedFigures = {}
         """The metrics of the last step whose figures have come, on rank 0."""
 
-    def record(self, metrics: SavedMetrics) -> None:
-        """Send this rank's figures of the step that has just ended; write those that have come meanwhile."""
+    def record(self, metrics: SavedMetrics, experts: SavedExperts | None = None) -> None:
+        """Send this rank's figures of the step that has just ended; write those that have come meanwhile.
+
+        The load of `experts` in the same step is given on rank 0, where there are any.
+        """
         memory, recorder = self._observed.accelerator.memory(), self._observed.recorder
         parts = recorder.parts().values() if recorder.knows_times else [float("nan")] * len(EXPOSED)
         figures = [memory.peak, memory.peak * self._sharers / memory.total, *parts]
-        self._pending.append((metrics.copy(), self._observed.world.gather_numbers(figures)))
-        while self._pending and self._pending[0][1].done():
+        self._pending.append((metrics.copy(), experts, self._observed.world.gather_numbers(figures)))
+        while self._pending and self._pending[0][2].done():
             self._write_first()
 
     def flush(self) -> None:
@@ -103,8 +106,8 @@ class RunMetrics:
             self._write_first()
 
     def _write_first(self) -> None:
-        metrics, pending = self._pending.popleft()
+        metrics, experts, pending = self._pending.popleft()
         figures = pending.wait()
         if self._observed.world.rank == 0:
             self.latest = summarise_ranks(figures, self._used)
-            self._write({**metrics, **self.latest}, figures)
+            self._write({**metrics, **self.latest}, figures, experts)

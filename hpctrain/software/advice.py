@@ -45,7 +45,7 @@ def _layouts(own: LaunchedRun) -> Iterator[LaunchedRun]:
     for tensor, pipeline, microbatch, virtual, recompute in options:
         data, rest = divmod(devices, tensor * pipeline * run.context)
         experts = run.expert_parallel * run.expert_tensor
-        if experts > 1 and (experts % tensor or devices // pipeline % experts):
+        if run.num_experts and (experts % tensor or devices // pipeline % experts):
             continue
         if rest or run.global_batch % (data * microbatch):
             continue

@@ -192,6 +192,8 @@ class MegatronRun(LaunchedRun):
     num_ids: int
     """Ids of the vocabulary, which are padded to a multiple of `padded_by` for each rank of a tensor group."""
     padded_by: int
+    other_words: tuple[str, ...] = ()
+    """Given flags that say its layout in other words than `words`, and flags of `words` with which they are given."""
 
     def with_layout(self, run: DescribedRun) -> Self:
         run = replace(
@@ -202,15 +204,17 @@ class MegatronRun(LaunchedRun):
             overlapped=True,
             overlaps_tensor=run.overlaps_tensor and run.tensor > 1,
         )
-        return replace(self, run=run, software=replace(self.software, sequence_parallel=run.sequence_parallel))
+        software = replace(self.software, sequence_parallel=run.sequence_parallel)
+        return replace(self, run=run, software=software, other_words=())
 
     def words(self) -> dict[str, str]:
         run, is_deepspeed = self.run, self.software.name == DEEPSPEED.name
+        has_own_tensor = run.num_experts and run.expert_tensor != run.tensor  # by default that of the layout
         flags = {
             "tensor-model-parallel-size": str(run.tensor),
             "pipeline-model-parallel-size": str(run.pipeline),
             "context-parallel-size": str(run.context),
-            "expert-tensor-parallel-size": str(run.expert_tensor) if run.num_experts else None,
+            "expert-tensor-parallel-size": str(run.expert_tensor) if has_own_tensor else None,
             "micro-batch-size": str(run.microbatch),
             "global-batch-size": str(run.global_batch),
             "num-virtual-stages-per-pipeline-rank": str(run.interleave) if run.interleave > 1 else None,
@@ -224,7 +228,9 @@ class MegatronRun(LaunchedRun):
             "overlap-grad-reduce": "" if run.overlapped else None,
             "tp-comm-overlap": "" if run.overlaps_tensor else None,
         }
-        return {name: value for name, value in flags.items() if value is not None}
+        said_otherwise = {FLAGS["other_words"].get(name) for name in self.other_words}
+        own = {name: value for name, value in flags.items() if value is not None and name not in said_otherwise}
+        return own | dict.fromkeys(self.other_words, "")
 
 
 def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
@@ -267,6 +273,8 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
     if has("deepspeed"):
         software, zero = DEEPSPEED, int(word("zero-stage", "0"))
         assumed += [] if has("zero-stage") else ["--zero-stage: 0"]
+        if has("num-experts"):
+            raise JobError(f"{where}: --deepspeed with --num-experts: DeepSpeed's own experts cannot be predicted")
         if has("use-flash-attn") or (zero == 3 and pipeline > 1):
             raise JobError(f"{where}: --deepspeed with --use-flash-attn, or stages with ZeRO 3, cannot be predicted")
     stages = _stages(flags, layers, pipeline, interleave) if pipeline > 1 else ()
@@ -311,7 +319,8 @@ def run_of(flags: MegatronFlags, cluster: Cluster) -> MegatronRun:
     except ValidationError as error:
         raise JobError(f"{where}: {explain(error, Model)[0][1]}") from None
     software = replace(software, sequence_parallel=run.sequence_parallel)
-    return MegatronRun(run, software, tuple(assumed), vocabulary, padded_by)
+    other_words = (name for pair in FLAGS["other_words"].items() if has(pair[0]) for name in pair if has(name))
+    return MegatronRun(run, software, tuple(assumed), vocabulary, padded_by, tuple(other_words))
 
 
 def _with_experts(run: DescribedRun, flags: MegatronFlags) -> DescribedRun:
@@ -325,6 +334,11 @@ def _with_experts(run: DescribedRun, flags: MegatronFlags) -> DescribedRun:
     ):
         if is_unknown:
             raise JobError(f"{flags.where}: --num-experts without --{name}: {why} cannot be predicted")
+    if run.tensor > 1 and not has("sequence-parallel"):
+        raise JobError(
+            f"{flags.where}: --num-experts with --tensor-model-parallel-size {run.tensor} and without"
+            " --sequence-parallel: Megatron-LM refuses to train it; add --sequence-parallel"
+        )
     if count % parallel:
         raise JobError(f"{flags.where}: --num-experts {count} is not divisible by {parallel} ranks with experts")
     return replace(

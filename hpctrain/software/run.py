@@ -139,10 +139,12 @@ class DescribedRun:
         if self.zero == 3 and self.overlapped:
             raise PlanError("`overlapped` is of gradients that are summed once; with zero = 3 all exchanges are beside")
         own, ranks = self.expert_parallel * self.expert_tensor, self.num_devices // self.pipeline
-        if own > 1 and (self.num_experts is None or ranks % own or own % self.tensor or self.zero == 3):
+        is_shared = own > 1 and (self.num_experts is None or ranks % own or self.zero == 3)
+        if is_shared or (self.num_experts and own % self.tensor):
             raise PlanError(
-                f"expert_parallel {self.expert_parallel} x expert_tensor {self.expert_tensor} need num_experts, are a"
-                f" multiple of tensor = {self.tensor} that divides the {ranks} devices of a stage, and zero is not 3"
+                f"expert_parallel {self.expert_parallel} x expert_tensor {self.expert_tensor} must be a multiple of"
+                f" tensor = {self.tensor} that divides the {ranks} devices of a stage; above 1 they need num_experts,"
+                " and not zero = 3"
             )
         if self.global_batch % (self.data * self.microbatch):
             raise PlanError(

@@ -127,7 +127,7 @@ def _context_gradients(setup: Setup, grid: TensorGrid, layer: Interval, recomput
         return 3 * setup.attending.positions * exchanged_features(attention, grid)[0] * setup.item_bytes
     query, key = heads_on(attention, grid)
     copies = 2 if recompute == "selective" or attention.sinks else 1
-    return 2 * seen_in_context(setup, attention.window).keys * (query + copies * key) * setup.item_bytes
+    return 2 * seen_in_context(setup, attention.window).positions * (query + copies * key) * setup.item_bytes
 
 
 def _experts_computing(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -342,7 +342,7 @@ def _context_kept(setup: Setup, grid: TensorGrid, attention: Attention, drops: b
         if not drops and attention.score_cap is None:
             features -= (query + key) * (attention.rotary is not None or attention.head_norm is not None)
         return setup.item_bytes * setup.positions * features
-    features = 2 * key * (1 if drops else seen_in_context(setup, attention.window).keys / setup.positions)
+    features = 2 * key * (1 if drops else seen_in_context(setup, attention.window).positions / setup.positions)
     if attention.score_cap is None:
         features += query  # kernels keep the result of each interval, and the next product keeps them as one tensor
     if not drops and attention.rotary is not None and attention.head_norm is None and attention.score_cap is None:

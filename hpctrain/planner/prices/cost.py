@@ -216,50 +216,50 @@ def _context(
     c = grid.context_parts
     if c == 1:
         return PassWork(), PassWork()
-    sight = seen_in_context(setup, window)
-    own, seen, moved = (numbers * setup.item_bytes * each for each in (setup.positions, sight.keys, sight.moved))
+    keys = seen_in_context(setup, window)
+    own, seen, moved = (numbers * setup.item_bytes * each for each in (setup.positions, keys.positions, keys.moved))
     works = []
     kinds = ((core, "all_gather"), (core_backward, "reduce_scatter"))
-    if not sight.is_gather:
+    if not keys.is_gather:
         kinds = tuple((computed, "all_to_all") for computed, _ in kinds)
     for (computed, operation), count in zip(kinds, CONTEXT_OPERATIONS, strict=True):
         each = len(computed.products) // parts
         behind = [(), *(tuple(computed.products[i * each : (i + 1) * each]) for i in range(1, parts))]
         exchanges = [Exchange(CONTEXT, operation, moved // parts, products) for products in behind]
-        works.append(PassWork([], 2.0 * seen + 4.0 * own, parts * (count + sight.pieces), exchanges))
+        works.append(PassWork([], 2.0 * seen + 4.0 * own, parts * (count + keys.pieces), exchanges))
     return works[0], works[1]
 
 
-class Sight(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys and values that a rank of c receives, and how they are moved."""
 
     is_gather: bool
     """Whether all ranks receive all. Else each sends others what these see."""
-    keys: int
-    """Positions that a rank receives, its own among them."""
+    positions: int
+    """How many a rank receives, its own among them."""
     moved: int
     """Positions of a collective: as if all ranks had, or sent, as much as the one with the most."""
     pieces: int
     """Copies of intervals."""
 
 
-def seen_in_context(setup: Setup, window: int | None) -> Sight:
+def seen_in_context(setup: Setup, window: int | None) -> SeenKeys:
     """Return what a rank of c sees of a row. Of equal shares it is the most that any has, else that of one rank."""
-    return _sight(setup.row_positions, setup.context_shares, setup.place, window)
+    return _seen_keys(setup.row_positions, setup.context_shares, setup.place, window)
 
 
 @lru_cache(maxsize=256)
-def _sight(row_positions: int, shares: tuple[int, ...], place: int, window: int | None) -> Sight:
+def _seen_keys(row_positions: int, shares: tuple[int, ...], place: int, window: int | None) -> SeenKeys:
     contexts, c = cut_zigzag(row_positions, shares), len(shares)
     received = [[intersections(own, theirs) for own in contexts] for theirs in seen_by_each(contexts, window)]
     sizes = [[sum(each.size for each in part) for part in of_rank] for of_rank in received]
-    keys = max(map(sum, sizes)) if len(set(shares)) == 1 else sum(sizes[place])
+    positions = max(map(sum, sizes)) if len(set(shares)) == 1 else sum(sizes[place])
     if min(map(sum, sizes)) == row_positions:
-        return Sight(True, keys, c * (row_positions * max(shares) // sum(shares)), 2 * c)
+        return SeenKeys(True, positions, c * (row_positions * max(shares) // sum(shares)), 2 * c)
     sent = zip(*sizes, strict=True)
     most = max(max(sum(one), sum(other)) - one[n] for n, (one, other) in enumerate(zip(sizes, sent, strict=True)))
     pieces = [sum(map(len, of_rank)) for of_rank in (*received, *zip(*received, strict=True))]
-    return Sight(False, keys, c * most // (c - 1), max(map(sum, zip(pieces[:c], pieces[c:], strict=True))))
+    return SeenKeys(False, positions, c * most // (c - 1), max(map(sum, zip(pieces[:c], pieces[c:], strict=True))))
 
 
 def _exchange(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, times: int) -> PassWork:
@@ -315,7 +315,7 @@ def experts_branch(setup: Setup, grid: TensorGrid, experts: Experts, rows: int, 
     """Return what a mixture of experts costs the busiest rank, see model/operators/experts.py. Its experts have equal
     loads.
 
-    With no expert of every token, the linear layers of the branch have no features.
+    With no shared expert, the linear layers of the branch have no features.
     """
     tokens, hidden, passes = rows * setup.positions, setup.model.hidden_size, setup.passes
     of_shared = experts.shared_inner // grid.y

@@ -15,7 +15,7 @@ from hpctrain.observe.console import Console, describe_slowest, format_duration,
 from hpctrain.observe.exports import PrometheusWriter, flat, make_writers
 from hpctrain.observe.folder.run_folder import RunFolder, read_events, read_metrics
 from hpctrain.observe.live import LiveMetrics
-from hpctrain.observe.metrics import summarise_ranks
+from hpctrain.observe.metrics import RunMetrics, summarise_ranks
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.prediction.simulate import EXPOSED
 from hpctrain.sharding.grid import TensorGrid
@@ -141,6 +141,39 @@ def test_a_straggler_becomes_an_event(tmp_path):
     assert event["text"] == "rank 1 computes 2.00 times as long as the median of 4 ranks with equal work"
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, CONSECUTIVE_STEPS + 1))
     assert json.loads((folder / "ranks.json").read_text())["compute_seconds"] == [1.0, 2.0, 1.0, 1.0]
+
+
+def test_the_load_of_experts_is_of_the_step_whose_figures_have_come(tmp_path):
+    class Late:
+        has_come = False
+
+        def done(self) -> bool:
+            return self.has_come
+
+        def wait(self) -> np.ndarray:
+            return figures_of(1.0)
+
+    coming: list[Late] = []
+    world = SimpleNamespace(rank=0, gather_numbers=lambda figures: coming.append(Late()) or coming[-1])
+    accelerator = SimpleNamespace(memory=lambda: SimpleNamespace(peak=1, total=2), shares_memory=False)
+    recorder = SimpleNamespace(knows_times=False)
+    plan = even_plan(10, TensorGrid(1, 1, 1), 1, 1, 1, 1)
+    observed = SimpleNamespace(world=world, plan=plan, accelerator=accelerator, recorder=recorder)
+    live = LiveMetrics(RunFolder(tmp_path), plan)
+    metrics = RunMetrics(observed, live.write_step)
+
+    def steps_of_files() -> list[int]:
+        return [json.loads((tmp_path / name).read_text())["step"] for name in ("ranks.json", "experts.json")]
+
+    for step in (1, 2, 3):
+        if step == 3:
+            coming[0].has_come = True
+        metrics.record({"step": step, "loss": 6.0}, {"step": step, "layers": [{"layer": 0, "tokens": [step]}]})
+    live.note_save(3, tmp_path / "step-00000003", 0.1)
+    assert steps_of_files() == [1, 1]
+    metrics.flush()
+    live.close()
+    assert steps_of_files() == [3, 3]
 
 
 def test_files_that_cannot_be_written_are_said_once_and_do_not_end_a_run(tmp_path):

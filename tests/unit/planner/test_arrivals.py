@@ -145,7 +145,7 @@ def test_ports_of_all_ranks_are_shared_not_those_of_the_first_alone():
 
 @pytest.mark.parametrize("rows", [(3, 2), (2, 2)])
 def test_ports_of_equivalent_pipelines_alone_have_one_number(rows):
-    """Two pipelines of four stages, on two nodes each, by turns."""
+    """Two pipelines of four stages each, which alternate between two nodes."""
     network, tiles = network_of(4, 2), []
     for first_node, part in zip((0, 2), (Interval(0, rows[0]), Interval(rows[0], sum(rows))), strict=True):
         ranks = [2 * (first_node + stage % 2) + stage // 2 for stage in range(4)]

@@ -52,8 +52,8 @@ def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
 
 
 def test_stages_that_share_a_port_with_others_are_near_what_was_rehearsed():
-    """Four stages on two nodes by turns, with a NIC of 1.5 MB/s each. As if each port carried a message of each stage
-    for every microbatch, a step is predicted 11 % too short."""
+    """Four stages that alternate between two nodes, with a NIC of 1.5 MB/s each. As if each port carried a
+    message of each stage for every microbatch, a step is predicted 11 % too short."""
     figures = {"memory_bytes": 300e6, "memory_bytes_per_second": 4e9, "peak_flops_per_second": {"fp32": 4e9}}
     nodes = clusters.nodes({"a": 2}, 1.5e6, "ib", origin="datasheet", link_latency_seconds=20e-6, count=2)
     text = clusters.family("a", kind="cuda", origin="datasheet", **figures) + clusters.fabric("ib", 50e-6) + nodes

@@ -78,8 +78,9 @@ def test_no_product_hides_two_exchanges():
 
 
 def test_experts_that_ranks_cannot_share_are_refused():
-    for values in ({"expert_parallel": 3}, {"num_experts": None}, {"tensor": 16, "data": 1}, {"zero": 3}):
-        with pytest.raises(PlanError, match="expert_parallel"):
+    whole = {"expert_parallel": 1, "tensor": 2, "data": 8}  # each rank of a tensor group has all, of its own tokens
+    for values in ({"expert_parallel": 3}, {"num_experts": None}, {"tensor": 16, "data": 1}, {"zero": 3}, whole):
+        with pytest.raises(PlanError, match="expert_parallel . x expert_tensor 1 must be a multiple of tensor = "):
             replace(RUN, **values)
 
 

@@ -1,5 +1,6 @@
 """A launch line of Megatron-LM: each flag is read, has no effect, or is refused, and better flags are named."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MODEL = (
     " --global-batch-size 32 --vocab-size 50257"
 )
 SPARSE = "--swiglu --num-experts 8 --moe-grouped-gemm --moe-ffn-hidden-size 704"
+SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 SENT = f"{SPARSE} --expert-model-parallel-size 4 --moe-token-dispatcher-type"
 SCRIPT = """#!/bin/bash
 LAYERS=16; TP=2  # of tensors
@@ -122,8 +124,8 @@ def test_flags_and_a_script_and_a_functional_test_are_the_same_run(tmp_path):
         (SPARSE, "experts_per_token", 2),
         (f"{SPARSE} --moe-router-topk 1", "experts_per_token", 1),
         (SPARSE, "ffn", 704),
-        (f"{SPARSE} --tensor-model-parallel-size 2", "expert_tensor", 2),
-        (f"{SENT} alltoall --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "expert_tensor", 1),
+        (f"{SPARSE} {SHARED}", "expert_tensor", 2),
+        (f"{SENT} alltoall {SHARED} --expert-tensor-parallel-size 1", "expert_tensor", 1),
         (f"{SENT} alltoall", "expert_parallel", 4),
         (f"{SENT} alltoall", "dispatches_once", False),
         (f"{SENT} flex", "dispatches_once", True),
@@ -144,7 +146,13 @@ def test_a_flag_says_a_field_of_the_run(flags, field, value):
         (f"{SENT} alltoall --num-experts 6", "--num-experts 6 is not divisible by 4 ranks with experts"),
         (f"{SPARSE} --moe-router-topk 9", "experts_per_token = 9 must be 1 to num_experts = 8"),
         (f"{SPARSE} --moe-layer-freq 2", "--moe-layer-freq 2: a layer without experts among others cannot be"),
-        (f"{SPARSE} --moe-shared-expert-intermediate-size 64", "64: an expert of every token cannot be predicted"),
+        (f"{SPARSE} --moe-shared-expert-intermediate-size 64", "64: a shared expert cannot be predicted"),
+        (f"{SPARSE} --moe-train-capacity-factor 1.5", "factor 1.5: an expert that drops tokens cannot be predicted"),
+        (f"{SPARSE} --deepspeed", "--deepspeed with --num-experts: DeepSpeed's own experts cannot be predicted"),
+        (
+            f"{SPARSE} --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 and without --sequence-parallel: Megatron-LM refuses to train it",
+        ),
         (
             "--tensor-model-paralel-size 2",
             "(2026-08-22); did you mean 'tensor-model-parallel-size'",
@@ -177,7 +185,50 @@ def test_better_flags_keep_experts_on_as_many_ranks():
     faster = run(f"{SENT} flex --use-distributed-optimizer --overlap-grad-reduce").predict()
     assert faster.step_seconds < prediction.step_seconds, "a token goes once to a rank with two of its experts"
     advice = better_flags(given, prediction)
-    assert advice and advice.prediction.step_seconds < prediction.step_seconds and "expert" not in advice.flags
+    assert advice and advice.prediction.step_seconds < prediction.step_seconds
+
+
+EVEN = "--use-distributed-optimizer --overlap-grad-reduce"
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        # the size of tensor groups changes, and with it what Megatron-LM takes for experts by default
+        (f"{SENT} alltoall {SHARED} {EVEN}", "--expert-tensor-parallel-size 2"),
+        (f"{SENT} alltoall {SHARED} --expert-tensor-parallel-size 1 {EVEN}", "(without --expert-tensor-parallel-size)"),
+        # a layout in other words than those of advice
+        (
+            "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+            "(without --num-layers-per-virtual-pipeline-stage)",
+        ),
+        (
+            f"--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 1 {EVEN}",
+            "(without --decoder-last-pipeline-num-layers)",
+        ),
+        (f"--tensor-model-parallel-size 4 --recompute-activations {EVEN}", "(without --recompute-activations)"),
+        (
+            "--tensor-model-parallel-size 4 --use-torch-fsdp2 --data-parallel-sharding-strategy optim_grads_params",
+            "(without --data-parallel-sharding-strategy) (without --use-torch-fsdp2)",
+        ),
+    ],
+)
+def test_better_flags_are_read_back_as_the_run_that_was_predicted(line, changed):
+    given = own(line)
+    advice = better_flags(given, given.run.predict(given.software))
+    assert advice and changed in advice.flags
+    added, *gone = advice.flags.split("(without --")
+    for name in gone:
+        line = re.sub(rf"--{name.strip(') ')}( [^-\s]\S*)?", "", line)
+    found = own(f"{line} {added}")
+    assert found.run.expert_tensor == given.run.expert_tensor
+    assert found.run.predict(found.software).step_seconds == advice.prediction.step_seconds
+
+
+def test_better_flags_give_no_layout_whose_ranks_have_other_tokens_of_the_same_experts():
+    given = own(f"{SPARSE} --recompute-granularity full")
+    advice = better_flags(given, given.run.predict(given.software))
+    assert advice and "tensor-model" not in advice.flags
 
 
 # What scripts of repositories on GitHub say, by their own means: arrays, variables that are added to, branches,
