@@ -20,7 +20,7 @@ from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.cut import CutShape
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts, slowest_seconds
-from hpctrain.planner.search.mixed_tiles import is_over_nodes, positions_by_worth
+from hpctrain.planner.search.mixed_tiles import is_over_pools, positions_by_worth
 from hpctrain.planner.search.score import Scorer
 from hpctrain.planner.search.space import BEST
 from hpctrain.sharding.intervals import Interval, cut_evenly, divisors
@@ -64,8 +64,8 @@ class SimulatedPlan:
 
     @property
     def is_mixed(self) -> bool:
-        """Say whether tiles are over several families or nodes, and so have nothing in common with the layout."""
-        return any(is_over_nodes(tile, self.predictor.cluster) for tile in self.plan.tiles)
+        """Say whether tiles are over several pools or nodes, and so have nothing in common with the layout."""
+        return any(is_over_pools(tile, self.predictor) for tile in self.plan.tiles)
 
     @property
     def virtual_stages(self) -> int:

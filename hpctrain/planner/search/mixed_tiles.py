@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.cost import layer_cost
 from hpctrain.planner.prices.prices import Prices
+from hpctrain.planner.search.pools import figures_of
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, divisors
 from hpctrain.sharding.items import BLOCK
@@ -44,13 +44,17 @@ def positions_by_worth(predictor: Predictor) -> Iterator[Plan]:
                 each = (own[slice(*Interval(0, len(own)).part(part, count))] for own in by_family.values())
                 ranks, items = tuple(chain(*each)), Interval(0, setup.model.num_items)
                 tiles.append(Tile(items, part, ranks, grid, "+".join(by_family), recompute))
-            if all(is_over_nodes(tile, cluster) for tile in tiles):
+            if all(is_over_pools(tile, predictor) for tile in tiles):
                 yield Plan(tuple(tiles), batch // count, count, unused=plan.unused)
 
 
-def is_over_nodes(tile: Tile, cluster: Cluster) -> bool:
-    """Say whether a tile is over several families or nodes, which no tensor grid of a pool is."""
-    return len({(cluster.devices[rank].family, cluster.devices[rank].node) for rank in tile.ranks}) > 1
+def is_over_pools(tile: Tile, predictor: Predictor) -> bool:
+    """Say whether a tile is over nodes, or over families of unlike figures, which no tensor grid of a pool is."""
+    cluster, models = predictor.cluster, predictor.prices.devices
+    if len({cluster.devices[rank].node for rank in tile.ranks}) > 1:
+        return True
+    families = {cluster.devices[rank].family for rank in tile.ranks}
+    return len(families) > 1 and len({figures_of(cluster, models[family]) for family in families}) > 1
 
 
 def shares_by_worth(prices: Prices, families: Sequence[str], recompute: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ how many devices each has matters: a search never looks at pairs of ranks.
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,11 @@ class Pool:
         return self.device.family.usable_bytes
 
     @cached_property
+    def largest_node(self) -> int:
+        """Return the number of devices of the node that has the most."""
+        return max(map(len, self.nodes))
+
+    @cached_property
     def _slots(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         return {}
 
@@ -49,10 +55,27 @@ class Pool:
             self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)
         return self._slots[size]
 
-    def equal_slot(self, number: int, size: int) -> int:
-        """Return the first slot that is in the same place of a node as slot `number`; itself where nodes differ."""
-        per_node = {len(ranks) // size for ranks in self.nodes}
-        return number % min(per_node) if len(per_node) == 1 else number
+    @cached_property
+    def _alike(self) -> dict[tuple[int, int, int], list[int]]:
+        return {}
+
+    def first_alike(self, first: int, size: int, replicas: int, stages: int = 1) -> int:
+        """Return the first slot of the first stage that lies on nodes as the one that begins with slot `first` does.
+
+        All stages have so many replicas of `size` ranks. They lie alike in equal places of nodes with as many slots; on
+        one node of one family all places are equal. Of several `stages` in a row all lie alike.
+        """
+        key = size, replicas, stages
+        if key not in self._alike:
+            ends = list(itertools.accumulate((len(ranks) // size for ranks in self.nodes), initial=0))
+            seen: dict[tuple[int, ...], int] = {}
+            result = self._alike[key] = []
+            for start in range(0, ends[-1] - stages * replicas + 1, replicas):
+                node, last = bisect_right(ends, start), bisect_left(ends, start + stages * replicas)
+                place = 0 if node == last and len(self.families) == 1 else start - ends[node - 1]
+                like = place, *(end - ends[node - 1] for end in ends[node : last + 1])
+                result.append(seen.setdefault(like, start))
+        return self._alike[key][first // replicas]
 
     def grids(self, context_sizes: Iterable[int] = ()) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first.
@@ -60,7 +83,7 @@ class Pool:
         Those of y alone are there with c of some sizes too: it cuts rows that are so long that there are few, which x
         and z do not help. Ranks of c gather keys and values, or exchange heads.
         """
-        most = max(map(len, self.nodes))
+        most = self.largest_node
         sizes = (each for each in itertools.product(range(1, most + 1), repeat=3) if math.prod(each) <= most)
         grids = list(itertools.starmap(TensorGrid, sizes))
         for c, exchanges in itertools.product(context_sizes, (False, True)):
@@ -79,7 +102,7 @@ def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = No
     for device in cluster.devices:
         if device.family not in families:
             continue
-        key = _equivalent(cluster, models[device.family]), _nics(cluster.nodes[device.table])
+        key = figures_of(cluster, models[device.family]), _nics(cluster.nodes[device.table])
         result.setdefault(key, {}).setdefault(device.node, []).append(device.rank)
         if device.family not in named.setdefault(key, []):
             named[key].append(device.family)
@@ -92,7 +115,7 @@ def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = No
     return tuple(pools)
 
 
-def _equivalent(cluster: Cluster, device: DeviceModel) -> str:
+def figures_of(cluster: Cluster, device: DeviceModel) -> str:
     """Return all that is said of a family but its name, also by the links that it has, and by its profile."""
     name, links = device.name, []
     for link in cluster.links:

@@ -140,11 +140,14 @@ class Scorer:
         """Return the stages of a pipeline that has so many rows."""
         pairs = list(zip(shape.pipelines[number], shape.choices[number], strict=True))
         pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
-        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
+        pools = [pool for pool, _ in pairs]
+        sharing = tuple((row[0], of[0].replicas, 0) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         others = [row for i, row in enumerate(shape.choices) if i != number]
         last, result = len(pairs) - 1, []
         for i, (pool, choice) in enumerate(pairs):
             each = choice.rank_rows(rows)
+            first = (i - pools.index(pool)) * choice.replicas
+            first = self.costs.pools[pool].first_alike(first, choice.grid.size, choice.replicas)
             counts = [row_chunks] if row_chunks else [1]
             if i == last and not row_chunks:
                 counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.row_parts)
@@ -161,7 +164,7 @@ class Scorer:
                     meets_mixed=any(other.grid != choice.grid for row in others for other in row),
                     microbatches=shape.microbatches,
                     row_chunks=tuple(counts),
-                    exchanging=Holders.of_stage(pool, choice, shape.zero, sharing if row_chunks else ()),
+                    exchanging=Holders.of_stage(pool, choice, shape.zero, first, sharing if row_chunks else ()),
                 )
             )
         return result
@@ -321,10 +324,8 @@ class Scorer:
         """
         costs, setup, stages = self.costs, self.costs.setup, shared.stages
         sizes = [each.choice.grid.size for each in stages]
-        firsts = [costs.pools[each.pool].equal_slot(each.first_slot, each.choice.grid.size) for each in stages]
-        groups = tuple(
-            (each.pool, size, each.choice.replicas, first)
-            for each, size, first in zip(stages, sizes, firsts, strict=True)
+        groups = costs.first_alike(
+            tuple((s.pool, size, s.choice.replicas, s.first_slot) for s, size in zip(stages, sizes, strict=True))
         )
         part, times = min(shared.elements), max(sizes) / min(sizes)
         items = shared.blocks + shared.is_first + shared.is_last
@@ -356,19 +357,24 @@ class Scorer:
         """Return the seconds of messages between two stages."""
         rows = min(stage.shape.rows * stage.choice.grid.row_parts * stage.choice.replicas for stage in (source, target))
         (*one, first), (*other, second) = source.place, target.place
-        if source.pool == target.pool:  # such stages are in equal places of nodes
-            first = self.costs.pools[source.pool].equal_slot(first, source.choice.grid.size)
-            second = first + source.choice.replicas
+        if source.pool == target.pool:
+            replicas = source.choice.replicas
+            first = self.costs.pools[source.pool].first_alike(first, source.choice.grid.size, replicas, stages=2)
+            second = first + replicas
         return self.messages_between(*one, first, *other, second, rows)
 
     def _replicas(
         self, source: int, choice: PoolUse, first: int, target: int, other: PoolUse, second: int
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return slots of two stages that exchange rows, as many as there may be on a node: others are like these."""
-        before, after = (self.costs.pools[p].slots(use.grid.size) for p, use in ((source, choice), (target, other)))
-        most = max(choice.replicas, other.replicas)
-        numbers = range(min(most, len(self.costs.pools[source].nodes[0])))
-        places = ((first + i * choice.replicas // most, second + i * other.replicas // most) for i in numbers)
+        """Return slots of two stages that exchange rows, so many that a whole node of each is there: others are like
+        these."""
+        places = (self.costs.pools[source], choice.grid.size), (self.costs.pools[target], other.grid.size)
+        before, after = (pool.slots(size) for pool, size in places)
+        few, most = sorted((choice.replicas, other.replicas))
+        # Those that follow each other begin inside a node, and go through the next one.
+        window = 2 * max(pool.largest_node // size for pool, size in places) - 1
+        numbers = {*range(min(most, window)), *(-(-i * most // few) for i in range(min(few, window)))}
+        places = ((first + i * choice.replicas // most, second + i * other.replicas // most) for i in sorted(numbers))
         return [(before[here], after[there]) for here, there in places]
 
     def _ports_between(self, *stages) -> tuple[frozenset[Port], frozenset[Port]]:

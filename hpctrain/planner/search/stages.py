@@ -104,17 +104,23 @@ class Holders(NamedTuple):
     """The ranks with the same weights, where these are exchanged in every pass."""
 
     zero: int = 1
-    groups: tuple[tuple[int, int], ...] = ()
-    """Groups of holders, each as (pool, replicas)."""
+    groups: tuple[tuple[int, int, int], ...] = ()
+    """Groups of holders, each as (pool, replicas, first slot)."""
 
     @classmethod
-    def of_stage(cls, pool: int, choice: PoolUse, zero: int, sharing: tuple[tuple[int, int], ...] = ()) -> "Holders":
-        """Return the holders of a stage's weights: its replicas, or those `sharing`, which are of several pipelines."""
-        groups = sharing or (((pool, choice.replicas),) if choice.replicas > 1 else ())
+    def of_stage(
+        cls, pool: int, choice: PoolUse, zero: int, first: int, sharing: tuple[tuple[int, int, int], ...] = ()
+    ) -> "Holders":
+        """Return the holders of a stage's weights: its replicas, of which `first` is the first slot, or those
+        `sharing`, which are of several pipelines."""
+        groups = sharing or (((pool, choice.replicas, first),) if choice.replicas > 1 else ())
         return cls(zero, groups) if zero >= 2 and groups else ALONE
 
 
 ALONE = Holders()
+
+HolderGroups = tuple[tuple[int, int, int, int], ...]
+"""Groups of holders, each as (pool, ranks of a tensor grid, replicas, first slot)."""
 
 
 class StageShape(NamedTuple):
@@ -258,6 +264,7 @@ class StageCosts:
         self.most_blocks = lru_cache(None)(self._most_blocks)
         self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
         self.concurrent = lru_cache(None)(self._concurrent)
+        self.are_apart = lru_cache(None)(self._are_apart)
         self.held = lru_cache(None)(self._held)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup))
         """Number of weights of a layer that the ranks at one (x, y) have together, by grid and layer."""
@@ -368,13 +375,13 @@ class StageCosts:
         return best
 
     def _site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
-        """Return the first site for a grid of a pool, which exchanges weights with those of other replicas."""
-        tile = Tile(Interval(0, 1), Interval(0, grid.row_parts), self.pools[number].slots(grid.size)[0], grid)
-        if not holders.groups:
+        """Return the site of the first holders of a pool for a grid, which exchange weights with the others."""
+        groups = tuple((of, grid.size, replicas, first) for of, replicas, first in holders.groups)
+        own = next((first for of, *_, first in groups if of == number), 0)
+        tile = Tile(Interval(0, 1), Interval(0, grid.row_parts), self.pools[number].slots(grid.size)[own], grid)
+        if not groups:
             return self.prices.site(tile, holders.zero)
-        slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
-        sharers = self.concurrent(tuple((of, grid.size) for of, _ in holders.groups))
-        return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
+        return self.prices.site(tile, holders.zero, tuple(self._holder_ranks(groups)), self._sharers(groups))
 
     def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Passes:
         """Return what a layer takes a stage that goes through the rows of a rank in chunks."""
@@ -414,11 +421,25 @@ class StageCosts:
         longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
         return stored.times(share * longer / many)
 
-    def sharing_seconds(self, groups: tuple[tuple[int, int, int, int], ...], num_bytes: int, operation: str) -> float:
+    def first_alike(self, groups: HolderGroups) -> HolderGroups:
+        """Return the first groups of holders that lie on nodes as these do; these where pools share nodes, since
+        it matters which nodes both are on."""
+        if not self.are_apart(tuple(number for number, *_ in groups)):
+            return groups
+        return tuple(
+            (number, size, replicas, self.pools[number].first_alike(first, size, replicas))
+            for number, size, replicas, first in groups
+        )
+
+    def _are_apart(self, numbers: tuple[int, ...]) -> bool:
+        """Say whether no node has devices of two of these pools."""
+        nodes = [self.cluster.devices[ranks[0]].node for number in numbers for ranks in self.pools[number].nodes]
+        return len(nodes) == len(set(nodes))
+
+    def sharing_seconds(self, groups: HolderGroups, num_bytes: int, operation: str) -> float:
         """Return about the seconds of an exchange among holders, such as a reduce-scatter of `num_bytes`.
 
-        `groups` are (pool, ranks of a tensor grid, replicas, first slot). The estimate ranks plans. Between powers of
-        two it is a line.
+        The estimate ranks plans. Between powers of two it is a line.
         """
         if num_bytes < 1:
             return 0.0
@@ -426,17 +447,33 @@ class StageCosts:
         low, high = (self.exact_sharing_seconds(groups, 1 << n, operation) for n in (power, power + 1))
         return low + (high - low) * (num_bytes / (1 << power) - 1)
 
-    def _exact_sharing_seconds(
-        self, groups: tuple[tuple[int, int, int, int], ...], num_bytes: int, operation: str
-    ) -> float:
-        slots = (self.pools[of].slots(size)[first : first + replicas] for of, size, replicas, first in groups)
-        ranks = [slot[0] for of_group in slots for slot in of_group]
-        concurrent = self.concurrent(tuple((number, size) for number, size, *_ in groups))
-        return self.network.holder_seconds(operation, num_bytes, ranks, concurrent)
+    def _exact_sharing_seconds(self, groups: HolderGroups, num_bytes: int, operation: str) -> float:
+        return self.network.holder_seconds(operation, num_bytes, self._holder_ranks(groups), self._sharers(groups))
 
-    def _concurrent(self, grids: tuple[tuple[int, int], ...]) -> ConcurrentRanks:
-        """Return the ranks of all slots for tensor grids; these are (pool, ranks of one)."""
-        slots = (slot for number, size in grids for slot in self.pools[number].slots(size))
+    def _holder_ranks(self, groups: HolderGroups) -> list[int]:
+        """Return the first rank of each holder."""
+        slots = (self.pools[number].slots(size)[first : first + count] for number, size, count, first in groups)
+        return [slot[0] for of_group in slots for slot in of_group]
+
+    def _sharers(self, groups: HolderGroups) -> ConcurrentRanks:
+        """Return the ranks that exchange at the same time as those of groups of holders."""
+        (number, size, replicas, _), *others = groups
+        in_node = self.pools[number].largest_node // size
+        is_even = not replicas % in_node or not in_node % replicas  # all stages are inside nodes, or on whole ones
+        grids = tuple((number, size) for number, size, *_ in groups)
+        return self.concurrent(grids, 0 if others or is_even else replicas)
+
+    def _concurrent(self, grids: tuple[tuple[int, int], ...], replicas: int = 0) -> ConcurrentRanks:
+        """Return the ranks of all slots for tensor grids; these are (pool, ranks of one).
+
+        With `replicas` those of the stages of so many that are on several nodes: others exchange by no NIC.
+        """
+        slots = [slot for number, size in grids for slot in self.pools[number].slots(size)]
+        if replicas:
+            devices = self.cluster.devices
+            stages = (slots[start : start + replicas] for start in range(0, len(slots) - replicas + 1, replicas))
+            several = (each for each in stages if devices[each[0][0]].node != devices[each[-1][0]].node)
+            slots = list(itertools.chain(*several))
         return self.network.concurrent(tuple(itertools.chain(*slots)))
 
     # ---- bytes -------------------------------------------------------------------------------------------------------

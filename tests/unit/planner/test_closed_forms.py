@@ -8,10 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hpctrain.planner.search.cut as cut
+from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.prediction.predictor import Predictor
-from hpctrain.planner.search.cut import GIVEN_ONE_BY_ONE, cut_blocks, deal_out
+from hpctrain.planner.search.cut import GIVEN_ONE_BY_ONE, CutShape, cut_blocks, deal_out
 from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.search import Search, search
 from hpctrain.planner.search.shortlist import SLOWEST_SHARE, Shortlists
@@ -23,7 +25,6 @@ from tests.unit.small_searches import (
     ALL_IN_ONE,
     BUCKETS,
     EVERYTHING,
-    MEMORY,
     cases,
     cluster_of,
     every_arrangement,
@@ -53,6 +54,32 @@ def test_an_estimate_is_near_what_is_simulated(case):
             assert 0.4 * seconds <= layout.seconds <= 2 * seconds, "what ranks plans is near what decides"
 
 
+SETUP = setup_of(8)
+NEAR = {"a": 1e9, "b": 1.01e9}
+"""Speeds of families that are two pools, and take about as long."""
+
+
+def on_the_same_nodes(cluster: Cluster) -> Cluster:
+    """Return the cluster with a device of each family on each node."""
+    nodes = cluster.nodes[0].model_copy(update={"devices": dict.fromkeys(cluster.families, 1)})
+    return cluster.model_copy(update={"nodes": (nodes,)})
+
+
+def estimated_by_simulated(shape: Shape, cluster: Cluster) -> float:
+    """Return a step's estimated seconds by those of its simulation, where each replica has a row."""
+    layout, plan = layout_and_plan(shape, cluster)
+    return layout.seconds / step_seconds(SETUP, plan, cluster)
+
+
+def layout_and_plan(shape: Shape, cluster: Cluster) -> tuple[CutShape, Plan]:
+    rows = sum(max(choice.replicas for choice in row) for row in shape.choices)
+    space = Space((shape.microbatches,), 1, (shape.zero,))
+    scorer = Search(SETUP, shape.microbatches * rows, cluster, None, space, EVERYTHING, lambda: 0.0).scorer
+    layout = scorer.score(shape)
+    assert layout
+    return layout, scorer.plan(layout)
+
+
 @pytest.mark.parametrize("nic", [2e5, 5e5, 1e6, 2e6, 5e6])
 @pytest.mark.parametrize(
     "pools, devices, pipelines",
@@ -64,17 +91,57 @@ def test_an_estimate_is_near_what_is_simulated(case):
 )
 def test_an_estimate_knows_messages_that_share_ports_of_nodes(pools, devices, pipelines, nic):
     """By the simulation, which lets messages share ports as a fluid, and has an extra warm-up where that is faster."""
-    cluster = cluster_of([(name, 4 // devices, devices) for name in pools], speeds={"a": 1e9, "b": 1e9}, nic=nic)
-    if len(pools) > 1:  # on the same nodes, and unlike in their memory alone
-        nodes = cluster.nodes[0].model_copy(update={"devices": dict.fromkeys(pools, 1)})
-        other = cluster.families["b"].model_copy(update={"memory_bytes": 2 * MEMORY})
-        families = {**cluster.families, "b": other}
-        cluster = cluster.model_copy(update={"nodes": (nodes,), "families": families})
-    setup, batch, space = setup_of(8), 16 * len(pools), Space((16,), 1, (1,))
-    scorer = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0).scorer
-    layout = scorer.score(Shape(pipelines, ((PoolUse(ONE_RANK, 4, 1),),) * len(pools), 16, 1))
-    seconds = step_seconds(setup, scorer.plan(layout), cluster)
-    assert layout.seconds == pytest.approx(seconds, rel=0.12)
+    cluster = cluster_of([(name, 4 // devices, devices) for name in pools], speeds=NEAR, nic=nic)
+    if len(pools) > 1:
+        cluster = on_the_same_nodes(cluster)
+    shape = Shape(pipelines, ((PoolUse(ONE_RANK, 4, 1),),) * len(pools), 16, 1)
+    assert estimated_by_simulated(shape, cluster) == pytest.approx(1, abs=0.12)
+
+
+@pytest.mark.parametrize("nic", [2e5, 1e6, 5e6])
+@pytest.mark.parametrize(
+    "tables, uses",
+    [
+        pytest.param([("a", 4, 2)], [(2, 4)], id="replicas on two nodes"),
+        pytest.param([("a", 3, 4)], [(4, 3)], id="replicas that straddle a node"),
+        pytest.param([("a", 6, 4)], [(4, 6)], id="replicas on one node and a half"),
+        pytest.param([("a", 4, 1), ("a", 1, 4)], [(2, 4)], id="from small nodes to a large one"),
+        pytest.param([("a", 1, 4), ("a", 4, 1)], [(2, 4)], id="from a large node to small ones"),
+        pytest.param([("a", 8, 1), ("b", 1, 8)], [(1, 8), (1, 8)], id="from a pool of small nodes to a large one"),
+        pytest.param([("a", 1, 8), ("b", 8, 1)], [(1, 8), (1, 8)], id="from a pool of a large node to small ones"),
+        pytest.param([("a", 1, 2), ("b", 2, 4)], [(1, 2), (1, 8)], id="from few replicas to many"),
+        pytest.param([("a", 2, 4), ("b", 1, 2)], [(1, 8), (1, 2)], id="from many replicas to few"),
+    ],
+)
+def test_an_estimate_knows_how_replicas_lie_on_nodes(tables, uses, nic):
+    choices = tuple(PoolUse(ONE_RANK, *use) for use in uses)
+    shape = Shape((tuple(range(len(uses))),), (choices,), 16, 1)
+    assert estimated_by_simulated(shape, cluster_of(tables, speeds=NEAR, nic=nic)) == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.parametrize("nic", [2e5, 1e6, 5e6])
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_an_estimate_knows_which_nodes_pipelines_have_together(are_apart, nic):
+    """Two stages exchange with four: on the same nodes all but one do so with stages of other nodes."""
+    cluster = cluster_of([("a", 4, 1), ("b", 4, 1)], speeds=NEAR, nic=nic)
+    shape = Shape(((0,), (1,)), ((PoolUse(ONE_RANK, 4, 1),), (PoolUse(ONE_RANK, 2, 1),)), 16, 1)
+    ratio = estimated_by_simulated(shape, cluster if are_apart else on_the_same_nodes(cluster))
+    assert ratio == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_exchanges_in_every_pass_know_how_replicas_lie_on_nodes(zero):
+    """Of four stages with three replicas each, on nodes of four, two are inside a node."""
+    cluster = cluster_of([("a", 3, 4)], nic=1e6)
+    layout, plan = layout_and_plan(Shape(((0,),), ((PoolUse(ONE_RANK, 4, 3),),), 16, zero), cluster)
+    costs, (stages,) = Predictor(SETUP, plan, cluster).costs, layout.stages
+    for stage, tile in zip(stages, plan.tiles[::3], strict=True):
+        forward, backward, _ = stage.variant.passes(stage.blocks)
+        own = costs.tiles[tile]
+        assert forward == pytest.approx(sum(each.seconds for each in own.forward))
+        assert backward == pytest.approx(sum(each.seconds for each in own.backward))
+    seconds = [stage.variant.passes(1).both for stage in stages]
+    assert min(seconds[1:3]) > 5 * max(seconds[0], seconds[3])
 
 
 @settings(max_examples=costly(150), deadline=None, suppress_health_check=list(HealthCheck))

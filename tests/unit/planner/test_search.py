@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ from hpctrain.planner.prediction.forecast import BUSY, Forecast
 from hpctrain.planner.prediction.predictor import Predictor
 from hpctrain.planner.prices.network import ClusterNetwork
 from hpctrain.planner.prices.setup import Setup
-from hpctrain.planner.search.pools import pools_of
+from hpctrain.planner.search.pools import Pool, pools_of
 from hpctrain.planner.search.search import Limits, Search, search
 from hpctrain.planner.search.space import PoolUse, Shape, Space
 from hpctrain.sharding.grid import TensorGrid
@@ -256,6 +257,63 @@ def test_a_family_behind_two_fabrics_is_two_pools():
     two = one.model_copy(update={"nodes": (nodes, other)})
     pools = pools_of(two, ["a"])
     assert [pool.name for pool in pools] == ["a on ib", "a on ib"] and [pool.num_devices for pool in pools] == [4, 4]
+
+
+def test_families_of_equal_figures_on_a_node_have_grids_together_as_one_family_has():
+    """There is one block and one row, so only a tensor grid uses both devices."""
+    cluster = cluster_of([("a", 1, 1), ("b", 1, 1)], speeds={"a": 1e9, "b": 1e9})
+    nodes = cluster.nodes[0].model_copy(update={"devices": {"a": 1, "b": 1}})
+    result = search(setup_of(1), 1, cluster.model_copy(update={"nodes": (nodes,)}))
+    (tile,) = result.best.plan.tiles
+    assert tile.family == "a+b" and tile.ranks == (0, 1) and tile.tensor.c == 1
+    assert not result.best.is_mixed and result.best.describe(["a+b"]).startswith("a+b: TP2")
+    assert "positions" not in "; ".join(reasons(result))
+
+
+def pool_of(sizes: Sequence[int], made: type[tuple] = tuple) -> Pool:
+    """Return a pool of nodes that have so many devices."""
+    starts = itertools.accumulate(sizes, initial=0)
+    nodes = made(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False))
+    return Pool("a", ("a",), None, nodes)  # pyright: ignore[reportArgumentType] - no device is asked
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(1, 2), st.integers(1, 7), st.sampled_from([1, 2])
+)
+def test_stages_that_lie_alike_have_as_many_slots_on_each_node(sizes, size, replicas, stages):
+    pool = pool_of(sizes)
+    slots = pool.slots(size)
+    node_of = {rank: number for number, ranks in enumerate(pool.nodes) for rank in ranks}
+
+    def counts(first: int) -> list[tuple[int, int]]:
+        """Return how many of the slots each node has, and how many it could have."""
+        nodes = [node_of[slot[0]] for slot in slots[first : first + stages * replicas]]
+        return [(nodes.count(node), len(pool.nodes[node]) // size) for node in dict.fromkeys(nodes)]
+
+    for first in range(0, len(slots) - stages * replicas + 1, replicas):
+        alike = pool.first_alike(first, size, replicas, stages)
+        assert alike <= first and alike % replicas == 0 and counts(alike) == counts(first)
+
+
+def test_one_short_node_does_not_make_all_stages_unlike():
+    pool = pool_of([8] * 1024 + [7])
+    for replicas, number in ((1, 2), (4, 2), (12, 3), (64, 1)):
+        firsts = range(0, len(pool.slots(1)) - replicas + 1, replicas)
+        assert len({pool.first_alike(first, 1, replicas) for first in firsts}) == number
+
+
+def test_nodes_are_gone_through_once_for_all_stages():
+    class Nodes(tuple):
+        times = 0
+
+        def __iter__(self):
+            Nodes.times += 1
+            return super().__iter__()
+
+    pool = pool_of([8] * 4, Nodes)
+    pool.first_alike(0, 1, 4)
+    before = Nodes.times
+    assert [pool.first_alike(4 * number, 1, 4) for number in range(8)] == [0] * 8 and Nodes.times == before
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
