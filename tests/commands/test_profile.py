@@ -28,7 +28,7 @@ def cluster(tmp_path):
 @pytest.mark.timeout(240)
 def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     before = cluster.read_text()
-    asked = ("probe", "--job", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "5")
+    asked = ("probe", "--job", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "10")
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert f"wrote {cluster}" in done.out and "rows fit" in done.out

@@ -56,26 +56,26 @@ class Pool:
         return self._slots[size]
 
     @cached_property
-    def _alike(self) -> dict[tuple[int, int, int], list[int]]:
+    def _equivalent(self) -> dict[tuple[int, int, int], list[int]]:
         return {}
 
-    def first_alike(self, first: int, size: int, replicas: int, stages: int = 1) -> int:
+    def first_equivalent(self, first: int, size: int, replicas: int, stages: int = 1) -> int:
         """Return the first slot of the first stage that lies on nodes as the one that begins with slot `first` does.
 
         All stages have so many replicas of `size` ranks. They lie alike in equal places of nodes with as many slots; on
         one node of one family all places are equal. Of several `stages` in a row all lie alike.
         """
         key = size, replicas, stages
-        if key not in self._alike:
+        if key not in self._equivalent:
             ends = list(itertools.accumulate((len(ranks) // size for ranks in self.nodes), initial=0))
             seen: dict[tuple[int, ...], int] = {}
-            result = self._alike[key] = []
+            result = self._equivalent[key] = []
             for start in range(0, ends[-1] - stages * replicas + 1, replicas):
                 node, last = bisect_right(ends, start), bisect_left(ends, start + stages * replicas)
                 place = 0 if node == last and len(self.families) == 1 else start - ends[node - 1]
                 like = place, *(end - ends[node - 1] for end in ends[node : last + 1])
                 result.append(seen.setdefault(like, start))
-        return self._alike[key][first // replicas]
+        return self._equivalent[key][first // replicas]
 
     def grids(self, context_sizes: Iterable[int] = ()) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first.

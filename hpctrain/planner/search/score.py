@@ -147,7 +147,7 @@ class Scorer:
         for i, (pool, choice) in enumerate(pairs):
             each = choice.rank_rows(rows)
             first = (i - pools.index(pool)) * choice.replicas
-            first = self.costs.pools[pool].first_alike(first, choice.grid.size, choice.replicas)
+            first = self.costs.pools[pool].first_equivalent(first, choice.grid.size, choice.replicas)
             counts = [row_chunks] if row_chunks else [1]
             if i == last and not row_chunks:
                 counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.row_parts)
@@ -324,7 +324,7 @@ class Scorer:
         """
         costs, setup, stages = self.costs, self.costs.setup, shared.stages
         sizes = [each.choice.grid.size for each in stages]
-        groups = costs.first_alike(
+        groups = costs.first_equivalent(
             tuple((s.pool, size, s.choice.replicas, s.first_slot) for s, size in zip(stages, sizes, strict=True))
         )
         part, times = min(shared.elements), max(sizes) / min(sizes)
@@ -359,7 +359,7 @@ class Scorer:
         (*one, first), (*other, second) = source.place, target.place
         if source.pool == target.pool:
             replicas = source.choice.replicas
-            first = self.costs.pools[source.pool].first_alike(first, source.choice.grid.size, replicas, stages=2)
+            first = self.costs.pools[source.pool].first_equivalent(first, source.choice.grid.size, replicas, stages=2)
             second = first + replicas
         return self.messages_between(*one, first, *other, second, rows)
 

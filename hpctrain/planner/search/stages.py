@@ -421,13 +421,13 @@ class StageCosts:
         longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
         return stored.times(share * longer / many)
 
-    def first_alike(self, groups: HolderGroups) -> HolderGroups:
+    def first_equivalent(self, groups: HolderGroups) -> HolderGroups:
         """Return the first groups of holders that lie on nodes as these do; these where pools share nodes, since
         it matters which nodes both are on."""
         if not self.are_apart(tuple(number for number, *_ in groups)):
             return groups
         return tuple(
-            (number, size, replicas, self.pools[number].first_alike(first, size, replicas))
+            (number, size, replicas, self.pools[number].first_equivalent(first, size, replicas))
             for number, size, replicas, first in groups
         )
 

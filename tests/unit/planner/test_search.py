@@ -291,7 +291,7 @@ def test_stages_that_lie_alike_have_as_many_slots_on_each_node(sizes, size, repl
         return [(nodes.count(node), len(pool.nodes[node]) // size) for node in dict.fromkeys(nodes)]
 
     for first in range(0, len(slots) - stages * replicas + 1, replicas):
-        alike = pool.first_alike(first, size, replicas, stages)
+        alike = pool.first_equivalent(first, size, replicas, stages)
         assert alike <= first and alike % replicas == 0 and counts(alike) == counts(first)
 
 
@@ -299,7 +299,7 @@ def test_one_short_node_does_not_make_all_stages_unlike():
     pool = pool_of([8] * 1024 + [7])
     for replicas, number in ((1, 2), (4, 2), (12, 3), (64, 1)):
         firsts = range(0, len(pool.slots(1)) - replicas + 1, replicas)
-        assert len({pool.first_alike(first, 1, replicas) for first in firsts}) == number
+        assert len({pool.first_equivalent(first, 1, replicas) for first in firsts}) == number
 
 
 def test_nodes_are_gone_through_once_for_all_stages():
@@ -311,9 +311,9 @@ def test_nodes_are_gone_through_once_for_all_stages():
             return super().__iter__()
 
     pool = pool_of([8] * 4, Nodes)
-    pool.first_alike(0, 1, 4)
+    pool.first_equivalent(0, 1, 4)
     before = Nodes.times
-    assert [pool.first_alike(4 * number, 1, 4) for number in range(8)] == [0] * 8 and Nodes.times == before
+    assert [pool.first_equivalent(4 * number, 1, 4) for number in range(8)] == [0] * 8 and Nodes.times == before
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
