@@ -55,14 +55,14 @@ def family_with_sinks(monkeypatch):
 
 
 def run(
-    job, grid, recompute: str, stages: int = 1, number: int = 0, splits: bool = False, rows: int = ROWS
+    job, grid, recompute: str, stages: int = 1, number: int = 0, splits: bool = False, rows: int = ROWS, place: int = 0
 ) -> tuple[Alive, RowBytes]:
-    """Return what is alive of a stage's microbatch, and what is counted of its rows."""
+    """Return what is alive of a stage's microbatch on a rank of its grid, and what is counted of its rows."""
     plan = even_plan(job.model.num_items, grid, stages, 1, 1, rows, recompute=recompute)
     tile = plan.tiles[number]
     items = layers(tile.items)
     row = row_bytes(Setup.of_job(job), grid, items, recompute, splits=splits, rows=rows)
-    return run_passes(job, plan, tile.ranks[0], splits), RowBytes(*(rows * each for each in row))
+    return run_passes(job, plan, tile.ranks[place], splits), RowBytes(*(rows * each for each in row))
 
 
 def test_all_parts_of_a_description_are_tried():
@@ -130,11 +130,12 @@ def test_blocks_compute_with_no_more_than_is_counted_nor_much_less(grid):
     ],
 )
 def test_so_it_is_with_keys_and_values_that_c_gathers(family, keys):
-    """The first rank has two intervals, whose attention has two results. Windows show it fewer pairs than the last."""
+    """The first ranks have two intervals, whose attention has two results. In windows the third is sent the most."""
     job = job_of(family, num_layers=3, positions=128, **keys)
     for c in (2, 8):
         for recompute in RECOMPUTE:
-            alive, counted = run(job, TensorGrid(c=c), recompute, stages=3, number=1)
+            ranks = (run(job, TensorGrid(c=c), recompute, stages=3, number=1, place=place) for place in {0, c // 4})
+            alive, counted = max(ranks, key=lambda each: each[0].kept)
             least = -0.05 * counted.kept if family == "gemma3" else 0
             assert least <= alive.kept - counted.kept <= SCALARS, (c, recompute, alive, counted)
 
