@@ -178,7 +178,7 @@ def test_other_numbers_of_ranks_and_unknown_families_are_refused(world):
         rehearse(world, CLUSTER, Truth(devices={"fast": FAST}))
     alone = world_of(world, timeout_seconds=10.0)
     alone.size = 3
-    with pytest.raises(LaunchError, match=r"has 4 devices \(2 fast and 2 slow on 2 nodes, by ib\), but 3 ranks"):
+    with pytest.raises(LaunchError, match=r"has 4 devices \(2 fast and 2 slow on .*\), but MPI started 3 ranks"):
         rehearse(alone, CLUSTER, TRUTH)
     alone.size = 4
     alone.close()
