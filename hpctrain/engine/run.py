@@ -45,7 +45,7 @@ from hpctrain.observe.folder.run_folder import (
     note_failure,
     refuse_missing_checkpoints,
 )
-from hpctrain.observe.folder.schema import SavedExperts, SavedLayerLoad, SavedMetrics
+from hpctrain.observe.folder.schema import SavedMetrics
 from hpctrain.observe.folder.spans import Observed, Observer, StepRecorder
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import RunMetrics, add_shares
@@ -381,11 +381,7 @@ class Leg:
             if run.lock:
                 add_shares(metrics, *self._full_speed)
             if due:
-                experts: SavedExperts | None = None
-                if run.lock and trainer.load:
-                    by_layer = trainer.load.tokens.items()
-                    loads: list[SavedLayerLoad] = [{"layer": n, "tokens": of.long().tolist()} for n, of in by_layer]
-                    experts = {"step": metrics["step"], "layers": loads}
+                experts = trainer.load.saved(metrics["step"]) if run.lock and trainer.load else None
                 self._metrics.record(metrics, experts)
             if self._overrun and (overrun := self._overrun.look(metrics["step"] == until)) is not None:
                 metrics["overrun"] = overrun

@@ -91,8 +91,13 @@ def with_families(plan: Plan, families: Sequence[str]) -> Plan:
 
 
 def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
-    """Return the family of each tile, given those of the ranks; "a+b" where its ranks are of several."""
-    return ["+".join(dict.fromkeys(families[rank] for rank in tile.ranks)) for tile in plan.tiles]
+    """Return the family of each tile, given those of the ranks."""
+    return [joined_family(tile.ranks, families) for tile in plan.tiles]
+
+
+def joined_family(ranks: Sequence[int], families: Sequence[str]) -> str:
+    """Return the family of some ranks, given those of all; "a+b" where they are of several."""
+    return "+".join(dict.fromkeys(families[rank] for rank in ranks))
 
 
 def _make_even(job: Job, request: PlanRequest, wanted_tokens: int) -> Resolved:

@@ -18,7 +18,8 @@ from hpctrain.planner.prices.devices import DeviceModel
 from hpctrain.planner.prices.setup import Setup
 from hpctrain.planner.search.search import Limits, SearchResult, search
 from hpctrain.planner.search.space import PoolUse, Space
-from hpctrain.planner.search.stages import StageCosts, StageShape
+from hpctrain.planner.search.stage_variants import StageShape
+from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1

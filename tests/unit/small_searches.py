@@ -20,7 +20,7 @@ from hpctrain.planner.prices.setup import HPCTRAIN, Setup
 from hpctrain.planner.search.extra_warmup import with_extra_warmup
 from hpctrain.planner.search.search import Limits
 from hpctrain.planner.search.space import Space
-from hpctrain.planner.search.stages import row_chunk_counts
+from hpctrain.planner.search.stage_variants import row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING

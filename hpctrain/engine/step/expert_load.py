@@ -13,6 +13,7 @@ from hpctrain.model.feed_forward import WithExperts
 from hpctrain.model.operators.experts import BalanceLoss
 from hpctrain.model.stage import Stage
 from hpctrain.model.transformer import Block
+from hpctrain.observe.folder.schema import SavedExperts, SavedLayerLoad
 from hpctrain.sharding.items import block_of
 
 
@@ -29,6 +30,11 @@ class LoadFigures(NamedTuple):
     """What the auxiliary loss adds to the loss; 0 without one."""
     tokens: dict[int, torch.Tensor]
     """The tokens of each expert by layer, fp64, on the host."""
+
+    def saved(self, step: int) -> SavedExperts:
+        """Return what a run folder keeps of the tokens."""
+        layers: list[SavedLayerLoad] = [{"layer": n, "tokens": of.long().tolist()} for n, of in self.tokens.items()]
+        return {"step": step, "layers": layers}
 
 
 class ExpertLoad:

@@ -219,10 +219,8 @@ def _context(
     keys = seen_in_context(setup, window)
     own, seen, moved = (numbers * setup.item_bytes * each for each in (setup.positions, keys.positions, keys.moved))
     works = []
-    kinds = ((core, "all_gather"), (core_backward, "reduce_scatter"))
-    if not keys.is_gather:
-        kinds = tuple((computed, "all_to_all") for computed, _ in kinds)
-    for (computed, operation), count in zip(kinds, CONTEXT_OPERATIONS, strict=True):
+    operations = ("all_gather", "reduce_scatter") if keys.is_gather else ("all_to_all", "all_to_all")
+    for computed, operation, count in zip((core, core_backward), operations, CONTEXT_OPERATIONS, strict=True):
         each = len(computed.products) // parts
         behind = [(), *(tuple(computed.products[i * each : (i + 1) * each]) for i in range(1, parts))]
         exchanges = [Exchange(CONTEXT, operation, moved // parts, products) for products in behind]

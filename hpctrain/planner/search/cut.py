@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
 from hpctrain.planner.search.space import PoolUse, Shape
-from hpctrain.planner.search.stages import StageShape, StageVariant, StageVariants
+from hpctrain.planner.search.stage_variants import StageShape, StageVariant, StageVariants
 from hpctrain.sharding.intervals import Interval
 
 GIVEN_ONE_BY_ONE = 64

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hpctrain.planner.prices.network import Port
 from hpctrain.planner.search.extra_warmup import MAX_EXTRA, Gap, in_flight_by_delays
-from hpctrain.planner.search.stages import Passes
+from hpctrain.planner.search.stage_variants import Passes
 
 PERIOD = math.lcm(*range(2, MAX_EXTRA + 3))
 """Microbatches after which the same delays come again: a multiple of the 2, 3 or 4 that a round trip between neighbours

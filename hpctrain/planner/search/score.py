@@ -7,24 +7,25 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.uniform import joined_family
 from hpctrain.planner.prediction.offload import offloaded_update_seconds
 from hpctrain.planner.prices.cost import update_seconds
 from hpctrain.planner.prices.network import Port
 from hpctrain.planner.prices.prices import exchange_of, least_bucket_bytes
 from hpctrain.planner.search.cut import CutShape, CutStage, SharedBlocks, cut_blocks, deal_out
+from hpctrain.planner.search.holders import HolderGroup, Holders
 from hpctrain.planner.search.item_cuts import PricedItems, best_cuts
 from hpctrain.planner.search.pipeline_run import StageMessages, done_after, slowed_by_shared_ports
 from hpctrain.planner.search.space import BEST, BY_SPEED, EVEN, Pipelines, PoolUse, Shape, Space
-from hpctrain.planner.search.stages import (
+from hpctrain.planner.search.stage_variants import (
     LEADING,
     BlockLine,
-    Holders,
-    StageCosts,
     StageShape,
     StageVariant,
     StageVariants,
     row_chunk_counts,
 )
+from hpctrain.planner.search.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -99,10 +100,10 @@ class Scorer:
             blocks = self._cut_blocks(stages, of_row, variants)
             if blocks is None:
                 return None
-            pools = [stage.pool for stage in stages]
+            firsts = _first_slots([(stage.pool, stage.choice) for stage in stages])
             cut_stages = [
-                CutStage(stage, count, variant, (i - pools.index(stage.pool)) * stage.choice.replicas)
-                for i, (stage, count, every) in enumerate(zip(stages, blocks, variants, strict=True))
+                CutStage(stage, count, variant, first)
+                for stage, count, every, first in zip(stages, blocks, variants, firsts, strict=True)
                 if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
             pipelines.append(tuple(cut_stages))
@@ -140,14 +141,14 @@ class Scorer:
         """Return the stages of a pipeline that has so many rows."""
         pairs = list(zip(shape.pipelines[number], shape.choices[number], strict=True))
         pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
-        pools = [pool for pool, _ in pairs]
-        sharing = tuple((row[0], of[0].replicas, 0) for row, of in zip(shape.pipelines, shape.choices, strict=True))
+        both = zip(shape.pipelines, shape.choices, strict=True)
+        sharing = tuple(HolderGroup(row[0], of[0].grid.size, of[0].replicas) for row, of in both)
         others = [row for i, row in enumerate(shape.choices) if i != number]
         last, result = len(pairs) - 1, []
-        for i, (pool, choice) in enumerate(pairs):
-            each = choice.rank_rows(rows)
-            first = (i - pools.index(pool)) * choice.replicas
-            first = self.costs.pools[pool].first_equivalent(first, choice.grid.size, choice.replicas)
+        for i, ((pool, choice), first) in enumerate(zip(pairs, _first_slots(pairs), strict=True)):
+            each, size = choice.rank_rows(rows), choice.grid.size
+            first = self.costs.pools[pool].first_equivalent(first, size, choice.replicas)
+            own = HolderGroup(pool, size, choice.replicas, first)
             counts = [row_chunks] if row_chunks else [1]
             if i == last and not row_chunks:
                 counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.row_parts)
@@ -164,7 +165,7 @@ class Scorer:
                     meets_mixed=any(other.grid != choice.grid for row in others for other in row),
                     microbatches=shape.microbatches,
                     row_chunks=tuple(counts),
-                    exchanging=Holders.of_stage(pool, choice, shape.zero, first, sharing if row_chunks else ()),
+                    exchanging=Holders.of_stage(own, shape.zero, sharing if row_chunks else ()),
                 )
             )
         return result
@@ -324,8 +325,10 @@ class Scorer:
         """
         costs, setup, stages = self.costs, self.costs.setup, shared.stages
         sizes = [each.choice.grid.size for each in stages]
-        groups = costs.first_equivalent(
-            tuple((s.pool, size, s.choice.replicas, s.first_slot) for s, size in zip(stages, sizes, strict=True))
+        groups = costs.places.first_equivalent(
+            tuple(
+                HolderGroup(each.pool, each.choice.grid.size, each.choice.replicas, each.first_slot) for each in stages
+            )
         )
         part, times = min(shared.elements), max(sizes) / min(sizes)
         items = shared.blocks + shared.is_first + shared.is_last
@@ -335,7 +338,7 @@ class Scorer:
             count = math.ceil(shared.blocks / blocks_at_once)
 
         def seconds_of(operation: str, num_bytes: float) -> float:
-            return times * costs.sharing_seconds(groups, int(num_bytes), operation)
+            return times * costs.places.seconds(groups, int(num_bytes), operation)
 
         def exposed(seconds: float, meanwhile: str) -> float:
             if not seconds or not setup.bucket_bytes or not meanwhile:
@@ -435,9 +438,15 @@ class Scorer:
                     "row_chunks": stage.variant.row_chunks,
                 }
                 for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
-                    family = "+".join(dict.fromkeys(self._families[rank] for rank in ranks))
+                    family = joined_family(ranks, self._families)
                     tiles.append(Tile(items, rows.shift(at), ranks, stage.choice.grid, family, **how))
             at += of_row
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
         return Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused)
+
+
+def _first_slots(stages: Sequence[tuple[int, PoolUse]]) -> list[int]:
+    """Return the slot of its pool with which each stage of a pipeline begins: stages of a pool follow each other."""
+    pools = [pool for pool, _ in stages]
+    return [(i - pools.index(pool)) * choice.replicas for i, (pool, choice) in enumerate(stages)]

@@ -4,9 +4,10 @@ from bisect import insort
 from collections.abc import Sequence
 from functools import lru_cache
 
+from hpctrain.planner.search.holders import HolderGroup
 from hpctrain.planner.search.score import ROWS_OF_FULL_SPEED, Scorer
 from hpctrain.planner.search.space import BEST, Pipelines, PoolUse, choices_of, choices_of_all
-from hpctrain.planner.search.stages import StageShape
+from hpctrain.planner.search.stage_variants import StageShape
 from hpctrain.sharding.items import BLOCK
 
 SLOWEST_SHARE = 0.5
@@ -90,7 +91,7 @@ class Shortlists:
             again, once = (costs.passes(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
             slowest *= again / once
         exchanged = costs.setup.gradient_bytes * int(costs.elements(grid, False, False).per_block * of_stage)
-        ends = costs.sharing_seconds(((pool, grid.size, replicas, 0),), exchanged, "all_reduce")
+        ends = costs.places.seconds((HolderGroup(pool, grid.size, replicas),), exchanged, "all_reduce")
         return is_short(last, max(space.zero), self._scorer.offloads[pool][-1]), (
             microbatches - 1 + stages
         ) * slowest + ends

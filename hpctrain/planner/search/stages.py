@@ -7,12 +7,9 @@ Seconds are those of `prices/prices.py`, bytes those of `prediction/memory.py`, 
 rounding, and for tiles that exchange with tiles of different grids, which a search only estimates.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache, partial
 
 from hpctrain.config.clusters.cluster import Cluster
 from hpctrain.config.errors import PlanError
@@ -30,218 +27,30 @@ from hpctrain.planner.prices.buffers import (
     scattered_scratch,
 )
 from hpctrain.planner.prices.cost import layer_elements, update_seconds
-from hpctrain.planner.prices.network import ConcurrentRanks
 from hpctrain.planner.prices.prices import Prices, Site, part_counts
 from hpctrain.planner.prices.setup import Setup
+from hpctrain.planner.search.holders import ALONE, HolderPlaces, Holders
 from hpctrain.planner.search.pools import Pool
-from hpctrain.planner.search.space import PoolUse
+from hpctrain.planner.search.stage_variants import (
+    LEADING,
+    NOTHING,
+    BlockLine,
+    HeldBytes,
+    Passes,
+    StageMemoryNeeds,
+    StageShape,
+    StageVariant,
+)
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid, item_parameters
 
-TIE_DIGITS = 12
-"""Decimals to which seconds are rounded, so that the order of sums does not decide between equal stages."""
 EXACT_ROWS = 16
 """Maximum rows of a rank whose seconds are exact. Those of more rows are interpolated, where shapes are cut and
 compared."""
 COMPARED_ROWS = 1, 8
 """Numbers of rows by which grids are compared: with several rows, cutting positions takes a copy more."""
-
-
-class Passes(NamedTuple):
-    """Seconds of a forward and a backward pass over a layer, or over a stage for one microbatch."""
-
-    forward: float
-    backward: float
-    weight: float = 0.0
-    """Seconds of `backward` that are gradients of weights, where these may come later."""
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
-
-class BlockLine(NamedTuple):
-    """A quantity of a stage with k blocks: fixed + k * per_block, and `extra` for each of the first `num_leading`."""
-
-    fixed: float
-    per_block: float
-    extra: float = 0.0
-    num_leading: int = 0
-
-    def at(self, k: float) -> float:
-        return self.fixed + k * self.per_block + (self.extra * min(k, self.num_leading) if self.extra else 0.0)
-
-    def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
-        return BlockLine(
-            self.fixed + times * other.fixed,
-            self.per_block + times * other.per_block,
-            self.extra + times * other.extra,
-            max(self.num_leading, other.num_leading),
-        )
-
-    def more(self, fixed: float) -> "BlockLine":
-        return BlockLine(self.fixed + fixed, self.per_block, self.extra, self.num_leading)
-
-    def times(self, factor: float) -> "BlockLine":
-        return BlockLine(factor * self.fixed, factor * self.per_block, factor * self.extra, self.num_leading)
-
-    def most(self, limit: float) -> int:
-        """Return the number of blocks up to which the quantity stays within a limit."""
-        leading = math.floor((limit - self.fixed) / (self.per_block + self.extra))
-        if self.extra and leading >= self.num_leading:
-            return math.floor((limit - self.fixed - self.extra * self.num_leading) / self.per_block)
-        return max(0, leading)
-
-
-NOTHING = BlockLine(0.0, 0.0)
-LEADING = Interval(0, 0)
-"""Stands for the mean of the leading blocks, as `BLOCK` does for that of the others."""
-
-
-class Holders(NamedTuple):
-    """The ranks with the same weights, where these are exchanged in every pass."""
-
-    zero: int = 1
-    groups: tuple[tuple[int, int, int], ...] = ()
-    """Groups of holders, each as (pool, replicas, first slot)."""
-
-    @classmethod
-    def of_stage(
-        cls, pool: int, choice: PoolUse, zero: int, first: int, sharing: tuple[tuple[int, int, int], ...] = ()
-    ) -> "Holders":
-        """Return the holders of a stage's weights: its replicas, of which `first` is the first slot, or those
-        `sharing`, which are of several pipelines."""
-        groups = sharing or (((pool, choice.replicas, first),) if choice.replicas > 1 else ())
-        return cls(zero, groups) if zero >= 2 and groups else ALONE
-
-
-ALONE = Holders()
-
-HolderGroups = tuple[tuple[int, int, int, int], ...]
-"""Groups of holders, each as (pool, ranks of a tensor grid, replicas, first slot)."""
-
-
-class StageShape(NamedTuple):
-    """A stage of a shape, without its number of blocks."""
-
-    pool: int
-    choice: PoolUse
-    rows: int
-    """Rows of a microbatch on the rank that has the most."""
-    ends: tuple[bool, bool] = (False, False)
-    """Whether it has the first item, and the last one."""
-    kept: float = 1.0
-    """Number of microbatches whose activations are all kept at once."""
-    zero: int = 1
-    holders: int = 1
-    """Minimum number of ranks that hold the same weights as one of its ranks."""
-    meets_mixed: bool = False
-    """Whether other pipelines have other grids, for which weights are packed."""
-    microbatches: int = 1
-    row_chunks: tuple[int, ...] = (1,)
-    """Numbers of row chunks in which it may compute, the fewest first."""
-    exchanging: Holders = ALONE
-
-
-class StageMemoryNeeds(NamedTuple):
-    """Bytes of a stage's rank."""
-
-    on_device: tuple[BlockLine, ...]
-    """Bytes while passes compute, and while the first and the last gradients are summed; the most of these counts."""
-    on_host: BlockLine
-
-    def device_bytes(self, blocks: float) -> float:
-        return max(line.at(blocks) for line in self.on_device)
-
-
-class HeldBytes(NamedTuple):
-    """Bytes of a stage's rank that do not depend on rows."""
-
-    always: BlockLine
-    """Weights, gradients, the optimizer's state, what is gathered, and sums that are overlapped in every pass."""
-    blocking: float
-    """Scratch of sums in every pass that nothing overlaps."""
-    first_sum: float
-    """Scratch of the first sum at the end of a step, while one microbatch is kept."""
-    last_sum: BlockLine
-    on_host: BlockLine
-
-
-class StageVariant(NamedTuple):
-    """A variant of computing a stage."""
-
-    recompute: str
-    row_chunks: int
-    """Number of row chunks in which it computes its rows of a microbatch."""
-    forward: BlockLine
-    backward: BlockLine
-    most: int
-    """Maximum number of blocks that fit in memory."""
-    offload: str = "none"
-    """State that it keeps in host memory: "none" or "optimizer"."""
-    update: BlockLine = NOTHING
-    """Seconds that offload adds to the update, divided among the microbatches of a step."""
-    weight: BlockLine = NOTHING
-    """Seconds of `backward` that are gradients of weights, where these may come later."""
-
-    @property
-    def line(self) -> BlockLine:
-        """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
-        return self.forward.plus(self.backward).plus(self.update)
-
-    def seconds(self, blocks: float) -> float:
-        """Return the time of one microbatch, as `line`."""
-        return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
-
-    def passes(self, blocks: float) -> Passes:
-        """Return the seconds of one microbatch's passes."""
-        return Passes(self.forward.at(blocks), self.backward.at(blocks), self.weight.at(blocks))
-
-
-@dataclass(frozen=True, eq=False)
-class StageVariants:
-    """The variants of a stage; its number of blocks decides which of them is used."""
-
-    variants: tuple[StageVariant, ...]
-    offloading: Callable[[], tuple[StageVariant, ...]] = tuple
-    """Returns the variants that use host memory. Called where the first of the others does not fit on the device."""
-
-    @cached_property
-    def _all(self) -> tuple[StageVariant, ...]:
-        return self.variants + self.offloading()
-
-    @cached_property
-    def _seconds(self) -> dict[float, float]:
-        return {}
-
-    def variant(self, blocks: float) -> StageVariant | None:
-        """Return the fastest variant that has memory for so many blocks, and no more row chunks than that takes."""
-        if self.variants and blocks <= self.variants[0].most:
-            return self.variants[0]
-        fitting = [variant for variant in self._all if blocks <= variant.most]
-        return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
-
-    def seconds(self, blocks: float) -> float:
-        """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        if blocks not in self._seconds:
-            variant = self.variant(blocks)
-            self._seconds[blocks] = round(variant.seconds(blocks), TIE_DIGITS) if variant else math.inf
-        return self._seconds[blocks]
-
-
-def row_chunk_counts(most: int, fewest: int) -> list[int]:
-    """Return the numbers of row chunks in which ranks may compute their rows: powers of two, three times these, and a
-    row each.
-
-    `most` and `fewest` are the rows of the ranks with the most and the fewest.
-    """
-    wanted = {n << power for n in (2, 3) for power in range(fewest.bit_length())}
-    result = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
-    # Of counts with the same rows per chunk, the fewest chunks.
-    at_once = {-(-most // count): count for count in reversed(result)}
-    return sorted(at_once.values())
 
 
 class StageCosts:
@@ -251,6 +60,7 @@ class StageCosts:
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
+        self.places = HolderPlaces(self.network, cluster, self.pools)
         # Each caches the method of the same name with an underscore before it.
         self.passes = lru_cache(None)(self._passes)
         self.both_seconds = lru_cache(None)(self._both_seconds)
@@ -262,9 +72,6 @@ class StageCosts:
         self.state_bytes = lru_cache(None)(self._state_bytes)
         self.row_bytes = lru_cache(None)(self._row_bytes)
         self.most_blocks = lru_cache(None)(self._most_blocks)
-        self.exact_sharing_seconds = lru_cache(None)(self._exact_sharing_seconds)
-        self.concurrent = lru_cache(None)(self._concurrent)
-        self.are_apart = lru_cache(None)(self._are_apart)
         self.held = lru_cache(None)(self._held)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup))
         """Number of weights of a layer that the ranks at one (x, y) have together, by grid and layer."""
@@ -376,12 +183,12 @@ class StageCosts:
 
     def _site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
         """Return the site of the first holders of a pool for a grid, which exchange weights with the others."""
-        groups = tuple((of, grid.size, replicas, first) for of, replicas, first in holders.groups)
-        own = next((first for of, *_, first in groups if of == number), 0)
+        groups = holders.groups
+        own = next((group.first_slot for group in groups if group.pool == number), 0)
         tile = Tile(Interval(0, 1), Interval(0, grid.row_parts), self.pools[number].slots(grid.size)[own], grid)
         if not groups:
             return self.prices.site(tile, holders.zero)
-        return self.prices.site(tile, holders.zero, tuple(self._holder_ranks(groups)), self._sharers(groups))
+        return self.prices.site(tile, holders.zero, tuple(self.places.ranks(groups)), self.places.sharers(groups))
 
     def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Passes:
         """Return what a layer takes a stage that goes through the rows of a rank in chunks."""
@@ -420,61 +227,6 @@ class StageCosts:
         many = max(1, int(share * stored.at(self.setup.model.num_layers)))
         longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
         return stored.times(share * longer / many)
-
-    def first_equivalent(self, groups: HolderGroups) -> HolderGroups:
-        """Return the first groups of holders that lie on nodes as these do; these where pools share nodes, since
-        it matters which nodes both are on."""
-        if not self.are_apart(tuple(number for number, *_ in groups)):
-            return groups
-        return tuple(
-            (number, size, replicas, self.pools[number].first_equivalent(first, size, replicas))
-            for number, size, replicas, first in groups
-        )
-
-    def _are_apart(self, numbers: tuple[int, ...]) -> bool:
-        """Say whether no node has devices of two of these pools."""
-        nodes = [self.cluster.devices[ranks[0]].node for number in numbers for ranks in self.pools[number].nodes]
-        return len(nodes) == len(set(nodes))
-
-    def sharing_seconds(self, groups: HolderGroups, num_bytes: int, operation: str) -> float:
-        """Return about the seconds of an exchange among holders, such as a reduce-scatter of `num_bytes`.
-
-        The estimate ranks plans. Between powers of two it is a line.
-        """
-        if num_bytes < 1:
-            return 0.0
-        power = num_bytes.bit_length() - 1
-        low, high = (self.exact_sharing_seconds(groups, 1 << n, operation) for n in (power, power + 1))
-        return low + (high - low) * (num_bytes / (1 << power) - 1)
-
-    def _exact_sharing_seconds(self, groups: HolderGroups, num_bytes: int, operation: str) -> float:
-        return self.network.holder_seconds(operation, num_bytes, self._holder_ranks(groups), self._sharers(groups))
-
-    def _holder_ranks(self, groups: HolderGroups) -> list[int]:
-        """Return the first rank of each holder."""
-        slots = (self.pools[number].slots(size)[first : first + count] for number, size, count, first in groups)
-        return [slot[0] for of_group in slots for slot in of_group]
-
-    def _sharers(self, groups: HolderGroups) -> ConcurrentRanks:
-        """Return the ranks that exchange at the same time as those of groups of holders."""
-        (number, size, replicas, _), *others = groups
-        in_node = self.pools[number].largest_node // size
-        is_even = not replicas % in_node or not in_node % replicas  # all stages are inside nodes, or on whole ones
-        grids = tuple((number, size) for number, size, *_ in groups)
-        return self.concurrent(grids, 0 if others or is_even else replicas)
-
-    def _concurrent(self, grids: tuple[tuple[int, int], ...], replicas: int = 0) -> ConcurrentRanks:
-        """Return the ranks of all slots for tensor grids; these are (pool, ranks of one).
-
-        With `replicas` those of the stages of so many that are on several nodes: others exchange by no NIC.
-        """
-        slots = [slot for number, size in grids for slot in self.pools[number].slots(size)]
-        if replicas:
-            devices = self.cluster.devices
-            stages = (slots[start : start + replicas] for start in range(0, len(slots) - replicas + 1, replicas))
-            several = (each for each in stages if devices[each[0][0]].node != devices[each[-1][0]].node)
-            slots = list(itertools.chain(*several))
-        return self.network.concurrent(tuple(itertools.chain(*slots)))
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 

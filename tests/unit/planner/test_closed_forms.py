@@ -18,7 +18,7 @@ from hpctrain.planner.search.pools import Pool
 from hpctrain.planner.search.search import Search, search
 from hpctrain.planner.search.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.search.space import PoolUse, Shape, Space, arrangements
-from hpctrain.planner.search.stages import BlockLine, StageVariant, StageVariants
+from hpctrain.planner.search.stage_variants import BlockLine, StageVariant, StageVariants
 from hpctrain.sharding.grid import ONE_RANK
 from tests.examples import costly
 from tests.unit.small_searches import (

@@ -34,7 +34,7 @@ from hpctrain.planner.search.changes import dealt_cuts
 from hpctrain.planner.search.pipeline_run import StageMessages, done_after
 from hpctrain.planner.search.search import search
 from hpctrain.planner.search.space import Space
-from hpctrain.planner.search.stages import Passes
+from hpctrain.planner.search.stage_variants import Passes
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
