@@ -204,6 +204,7 @@ def _cluster(path: Path) -> dict:
     for where, link in slowest_links(cluster).items():
         summary[f"slowest_link_{where}"] = (
             f"{link.latency_seconds * 1e6:.4g} us, {link.message_bytes_per_second / 1e9:.4g} GB/s"
+            + ", one for each two devices" * link.fully_connected
         )
     for number, line in enumerate(describe_sources(sources), 1):
         summary[f"filled_{number}"] = line

@@ -199,7 +199,8 @@ def _fill_link(filled: Filled, key: str, nodes: dict, models: Mapping[str, Catal
     source = slowest.source + (", the slower link of the node's models" if len(devices) > 1 else "")
     figures = {"link_bytes_per_second": slowest.link_bytes_per_second}
     if "link_bytes_per_second" not in nodes and all(entry.fully_connected for entry in entries):
-        nodes.setdefault("fully_connected", True)  # a bandwidth that is typed may be that of all links together
+        # A bandwidth that is typed may be that of all links together.
+        source += "; one for each two devices" if nodes.setdefault("fully_connected", True) else ""
     filled.put(key, nodes, figures, source)
     if UNKNOWN_MODEL not in entries:
         filled.compare(key, _typed(nodes, figures), figures)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.config.clusters.cluster_file import parse_cluster, read_cluster_file
+from hpctrain.config.clusters.cluster_file import parse_cluster, parse_cluster_file, read_cluster_file
 from hpctrain.config.clusters.device_catalogue import ACCELERATORS, NETWORKS, lookup, lookup_accelerator
 from hpctrain.config.errors import TopologyError
 from hpctrain.planner.prices.devices import DATASHEET_ERROR, UNMEASURED_ERROR, DeviceModel
@@ -87,8 +87,9 @@ def test_a_model_and_a_network_fill_in_the_rest(tmp_path):
 def test_devices_that_the_catalogue_has_fully_connected_are_so_by_its_link_alone():
     alone = SHORT.replace("{mi300x = 2, h100 = 2}", "{mi300x = 8}")
     typed = alone.replace("[[nodes]]", "[[nodes]]\nlink_bytes_per_second = 3e11")
-    each = [parse_cluster(text, "a file").nodes[0].fully_connected for text in (SHORT, alone, typed)]
-    assert each == [False, True, False]
+    read = [parse_cluster_file(text, "a file") for text in (SHORT, alone, typed)]
+    assert [each.cluster.nodes[0].fully_connected for each in read] == [False, True, False]
+    assert "one for each two devices" in read[1].sources["nodes.0.link_bytes_per_second"]
 
 
 def test_a_typed_value_wins():
